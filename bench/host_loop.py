@@ -1,0 +1,269 @@
+"""What the host costs per step: the engine's loop over a runner that computes nothing.
+
+Prints loop-thread CPU time per step against the budget of 100 us + 3 us per running row and
+against a minimal bookkeeping loop timed in the same run, and memory over many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.messages import decode_submit, encode_submit
+from paceline.request import Done, EngineRequest, SamplingParams
+from paceline.step import LateMasks, RunnerInfo, StepPlan, StepResult
+
+PROMPT_TOKENS = 96
+OUTPUT_TOKENS = 384
+VOCAB = 32_000
+
+
+class ReadyStep:
+    """A step that was over before it began."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def bind(self, late: LateMasks) -> None:
+        raise AssertionError("no late rows here")
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class NullRunner:
+    """Knows lengths, computes nothing. `cpu_s` is its own time, not the engine's."""
+
+    def __init__(self, rows: int, k: int, max_model_len: int = 1024) -> None:
+        pages = rows * (max_model_len // 16)
+        self._info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, k, k)
+        rng = np.random.default_rng(0)
+        self._counts = rng.integers(1, k + 2, (64, rows), np.int32)
+        self._tokens = rng.integers(0, VOCAB, (64, rows, k + 1), np.int32)
+        self._length_S = np.zeros(rows, np.int32)
+        self._max_len_S = np.zeros(rows, np.int32)
+        self.cpu_s = 0.0
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def launch(self, plan: StepPlan) -> ReadyStep:
+        start_s = time.thread_time()
+        for init in plan.admissions:
+            self._length_S[init.slot] = len(init.tokens)
+            self._max_len_S[init.slot] = init.max_len
+        slot_B, at, rows = plan.slot_B, plan.step % 64, plan.num_rows
+        left_B = self._max_len_S[slot_B] - self._length_S[slot_B]
+        count_B = np.minimum(self._counts[at, :rows], np.minimum(1 + plan.k_B, left_B))
+        count_B = count_B * plan.samples_B
+        self._length_S[slot_B] += count_B
+        is_done_B = self._length_S[slot_B] == self._max_len_S[slot_B]
+        token_BW = self._tokens[at, :rows, : plan.k + 1]
+        token_BW = np.where(np.arange(plan.k + 1) < count_B[:, None], token_BW, np.int32(-1))
+        result = StepResult(
+            step=plan.step,
+            count_B=count_B,
+            token_BW=token_BW,
+            done_B=is_done_B * np.int32(Done.LENGTH),
+            num_drafts_B=plan.k_B,
+            num_accepted_B=np.maximum(count_B - 1, 0),
+        )
+        self.cpu_s += time.thread_time() - start_s
+        return ReadyStep(result)
+
+    def close(self) -> None:
+        pass
+
+
+class Load:
+    """Keeps every slot busy: a request that ends is followed by another."""
+
+    def __init__(self, engine: Engine, rows: int) -> None:
+        self._engine = engine
+        self._rows = rows
+        self._uid = 0
+        self._rng = np.random.default_rng(1)
+
+    def refill(self) -> float:
+        """Submit what is missing; returns CPU time that belongs to the front process."""
+        front_s = 0.0
+        while self._engine.num_unfinished < self._rows:
+            start_s = time.thread_time()
+            self._uid += 1
+            # Spread lengths, so that rows do not end in the same step.
+            length = PROMPT_TOKENS + int(self._rng.integers(-32, 32))
+            prompt = self._rng.integers(0, VOCAB, length).tolist()
+            output = OUTPUT_TOKENS + int(self._rng.integers(-256, 256))
+            params = SamplingParams(max_tokens=output, seed=self._uid, temperature=0.0)
+            data = encode_submit(EngineRequest(self._uid, prompt, params, eos_token_ids=(2,)))
+            front_s += time.thread_time() - start_s
+            self._engine.add(decode_submit(data))
+        return front_s
+
+
+def time_engine(rows: int, k: int, depth: int, steps: int, adaptive: bool) -> dict[str, float]:
+    """CPU seconds of the loop thread per step, the runner's and the front's own taken off."""
+    runner = NullRunner(rows, k)
+    spec = {"method": "ngram", "num_speculative_tokens": k, "adaptive": adaptive} if k else None
+    config = EngineConfig.from_keywords(
+        max_num_seqs=rows,
+        run_ahead=depth,
+        max_num_batched_tokens=max(2048, rows * (k + 1)),
+        speculative_config=spec,
+    )
+    sent: deque[int] = deque(maxlen=1)
+    engine = Engine(runner, config, lambda data: sent.append(len(data)))
+    load = Load(engine, rows)
+    run_steps(engine, load, 300)  # warm up: all slots taken, caches full
+    begin_s, begin_runner_s = time.thread_time(), runner.cpu_s
+    begin_steps = engine.stats()["num_steps"]
+    front_s = run_steps(engine, load, steps)
+    cpu_s = time.thread_time() - begin_s - (runner.cpu_s - begin_runner_s) - front_s
+    return {"step_s": cpu_s / (engine.stats()["num_steps"] - begin_steps)}
+
+
+def run_steps(engine: Engine, load: Load, steps: int) -> float:
+    front_s = 0.0
+    for _ in range(steps):
+        front_s += load.refill()
+        engine.turn()
+    return front_s
+
+
+def minimal_loop(rows: int, k: int) -> Callable[[], bytes]:
+    """The least that any loop does for a step: arrays of the plan, counts and tokens taken in,
+    one packed message. No pages, no queue, no stops, no bounds per request."""
+    rng = np.random.default_rng(0)
+    uid_S = np.arange(rows, dtype=np.int64)
+    committed_S: npt.NDArray[np.int32] = np.zeros(rows, np.int32)
+    upper_S = np.zeros(rows, np.int32)
+    k_S = np.full(rows, k, np.int32)
+    tokens_SL = np.zeros((rows, 1024), np.int32)
+    slots = np.arange(rows)
+    count_B = rng.integers(1, k + 2, rows, np.int32)
+    token_BW = rng.integers(0, VOCAB, (rows, k + 1), np.int32)
+    done_B = np.zeros(rows, np.int32)
+    offsets_W = np.arange(k + 1)
+    head = struct.Struct("<IIIIdd")
+    plan: tuple[Any, ...] = ()
+
+    def step() -> bytes:
+        nonlocal plan
+        slot_B = slots.astype(np.int32)  # plan
+        k_B = k_S[slots]
+        width_B = k_B + 1
+        bound_B = upper_S[slots] + k_B
+        upper_S[slots] += width_B
+        plan = (uid_S[slots], slot_B, k_B, width_B, bound_B, np.ones(rows, np.bool_))
+        committed_B = committed_S[slot_B] % 1000  # commit
+        tokens_SL[slot_B[:, None], committed_B[:, None] + offsets_W] = token_BW
+        committed_S[slot_B] += count_B
+        upper_S[slot_B] -= width_B - count_B
+        done_B.any()
+        parts = (  # publish
+            head.pack(1, rows, k + 1, 0, 0.0, 0.0), plan[0].tobytes(), count_B.tobytes(),
+            done_B.tobytes(), k_B.tobytes(), count_B.tobytes(), token_BW.tobytes(),
+        )  # fmt: skip
+        return b"".join(parts)
+
+    return step
+
+
+def time_minimal(rows: int, k: int, steps: int) -> float:
+    step = minimal_loop(rows, k)
+    for _ in range(100):
+        step()
+    begin_s = time.thread_time()
+    for _ in range(steps):
+        step()
+    return (time.thread_time() - begin_s) / steps
+
+
+def compare(rows: int, k: int, depth: int, repeats: int, adaptive: bool) -> dict[str, float]:
+    """Interleaved repeats, so that a noisy neighbour hits both sides."""
+    engine_s, minimal_s = [], []
+    for _ in range(repeats):
+        minimal_s.append(time_minimal(rows, k, 1000))
+        engine_s.append(time_engine(rows, k, depth, 1000, adaptive)["step_s"])
+    budget_s = 100e-6 + 3e-6 * rows
+    step_s, least_s = median(engine_s), median(minimal_s)
+    return {
+        "rows": rows,
+        "k": k,
+        "depth": depth,
+        "step_us": step_s * 1e6,
+        "step_us_min": min(engine_s) * 1e6,
+        "step_us_max": max(engine_s) * 1e6,
+        "budget_us": budget_s * 1e6,
+        "share_of_budget": step_s / budget_s,
+        "minimal_us": least_s * 1e6,
+        "times_minimal": step_s / least_s,
+    }
+
+
+def memory(rows: int, k: int, steps: int) -> dict[str, Any]:
+    """Resident memory along a long run; flat means that the second half adds nothing."""
+    runner = NullRunner(rows, k)
+    spec = {"method": "ngram", "num_speculative_tokens": k}
+    config = EngineConfig.from_keywords(max_num_seqs=rows, speculative_config=spec)
+    engine = Engine(runner, config, lambda data: None)
+    load = Load(engine, rows)
+    samples = []
+    for _ in range(10):
+        run_steps(engine, load, steps // 10)
+        samples.append(resident_bytes())
+    return {
+        "steps": steps,
+        "rows": rows,
+        "rss_mib": [round(value / 2**20, 1) for value in samples],
+        "growth_second_half_mib": round((samples[-1] - samples[4]) / 2**20, 2),
+    }
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--run-ahead", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--adaptive", action="store_true", help="let k follow acceptance")
+    parser.add_argument("--steps", type=int, default=0, help="also watch memory over this many")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    args = parser.parse_args()
+    results: dict[str, Any] = {"loop": []}
+    print(f"{'rows':>5} {'us/step':>9} {'budget':>8} {'share':>6} {'minimal':>8} {'times':>6}")
+    for rows in args.rows:
+        row = compare(rows, args.k, args.run_ahead, args.repeats, args.adaptive)
+        results["loop"].append(row)
+        print(
+            f"{rows:>5} {row['step_us']:>9.1f} {row['budget_us']:>8.1f} "
+            f"{row['share_of_budget']:>6.2f} {row['minimal_us']:>8.1f} {row['times_minimal']:>6.2f}"
+        )
+    if args.steps:
+        results["memory"] = memory(64, args.k, args.steps)
+        print(f"memory over {args.steps} steps of 64 rows, MiB: {results['memory']['rss_mib']}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

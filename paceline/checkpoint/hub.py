@@ -1,0 +1,142 @@
+"""Fetches a repository from the Hugging Face hub into its cache. Decides nothing about its files.
+
+The only module that imports huggingface_hub, which reads HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError, MissingExtra
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A repository's files on this disk. `offline` says why the hub could not be asked, if so."""
+
+    folder: Path
+    offline: str | None = None
+
+
+def fetch(repo_id: str, revision: str | None, wanted: Callable[[list[str]], list[str]]) -> Snapshot:
+    """The repository's snapshot, with the files that `wanted` picks from the list of its names.
+
+    Offline, or with the hub out of reach, what is in the cache is given as it is.
+    """
+    hf = _huggingface_hub()
+    try:
+        names = hf.HfApi().list_repo_files(repo_id, revision=revision)
+    except Exception as error:
+        reason = _out_of_reach(hf, error)
+        if reason is None:
+            raise _explained(hf, repo_id, revision, error) from None
+        return _cached(hf, repo_id, revision, reason)
+    patterns = [glob.escape(name) for name in wanted(names)]
+    try:
+        folder = hf.snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
+    except Exception as error:
+        raise _explained(hf, repo_id, revision, error) from None
+    return Snapshot(Path(folder))
+
+
+def _cached(hf: Any, repo_id: str, revision: str | None, reason: str) -> Snapshot:
+    try:
+        # One name only: newer versions refuse a snapshot that misses any file asked for, and the
+        # cache rightly holds just those that were wanted once.
+        folder = hf.snapshot_download(
+            repo_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+        )
+    except Exception:
+        raise CheckpointError(
+            f"{_shown(repo_id, revision)} is not in the cache ({hf.constants.HF_HUB_CACHE}) and "
+            f"the hub cannot be asked: {reason}. {remedy(repo_id)}"
+        ) from None
+    logger.warning("Using the cached %s: %s.", _shown(repo_id, revision), reason)
+    return Snapshot(Path(folder), offline=reason)
+
+
+def remedy(repo_id: str) -> str:
+    return (
+        f"Connect to the hub, or run `hf download {repo_id}` on a machine that can and give the "
+        "folder as the model."
+    )
+
+
+def _out_of_reach(hf: Any, error: Exception) -> str | None:
+    """Why the hub gave no answer; None when it answered."""
+    if isinstance(error, hf.errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    status = _status(error)
+    if status is not None:
+        return f"{hf.constants.ENDPOINT} answers {status}" if status >= 500 else None
+    # The HTTP client is httpx in one version of the hub's library and httpx2 in another.
+    network = type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore")
+    if network or isinstance(error, ConnectionError | TimeoutError):
+        return f"{hf.constants.ENDPOINT} cannot be reached ({_first_line(error)})"
+    return None
+
+
+def _explained(hf: Any, repo_id: str, revision: str | None, error: Exception) -> CheckpointError:
+    shown = _shown(repo_id, revision)
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, hf.errors.GatedRepoError):
+        return CheckpointError(
+            f"{shown} is gated ({_status(error)}): ask for access at "
+            f"{hf.constants.ENDPOINT}/{repo_id}, then log in with `hf auth login` or set HF_TOKEN."
+        )
+    if isinstance(error, hf.errors.RevisionNotFoundError):
+        return CheckpointError(
+            f"{repo_id} has no revision {revision or 'main'!r} on {hf.constants.ENDPOINT} (404). "
+            "Give a branch, tag or commit that it has."
+        )
+    status = _status(error)
+    if isinstance(error, hf.errors.RepositoryNotFoundError) or status in (401, 403):
+        meaning = "there is no such repository" if status == 404 else "access is refused"
+        return CheckpointError(
+            f"{shown} cannot be read from {hf.constants.ENDPOINT}: {meaning} ({status}). Check the "
+            "name; for a private or gated repository log in with `hf auth login` or set HF_TOKEN."
+        )
+    reason = _out_of_reach(hf, error)
+    if reason is not None:
+        return CheckpointError(f"{shown} could not be fetched: {reason}. {remedy(repo_id)}")
+    if isinstance(error, OSError) and error.errno is not None:
+        return CheckpointError(
+            f"{shown} could not be written to {hf.constants.HF_HUB_CACHE}: {error.strerror}. Free "
+            "some space or set HF_HOME to another folder, then start again; it resumes."
+        )
+    return CheckpointError(f"{shown} could not be fetched: {_first_line(error)}")
+
+
+def _status(error: Exception) -> int | None:
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    return int(status) if status is not None else None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _shown(repo_id: str, revision: str | None) -> str:
+    return f"{repo_id} at revision {revision!r}" if revision else repo_id
+
+
+def _huggingface_hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise MissingExtra(
+            f"a hub id needs the huggingface_hub package ({error}); install it: "
+            "pip install huggingface-hub"
+        ) from None
+    return huggingface_hub

@@ -1,0 +1,162 @@
+"""`paceline bench`: latency and throughput of the engine alone; `serve` measures over HTTP."""
+
+from __future__ import annotations
+
+import random
+import time
+from argparse import Namespace
+from typing import Any
+
+from paceline.commands import bench_serve
+from paceline.commands.arguments import engine_config
+from paceline.commands.prompts import Prompt
+from paceline.commands.report import (
+    acceptance,
+    acceptance_rows,
+    machine,
+    publish,
+    spread,
+    spread_rows,
+)
+from paceline.commands.session import Answer, Session, open_session
+from paceline.errors import ConfigError
+from paceline.observe.progress import ProgressLine
+from paceline.request import SamplingParams
+
+
+def run(args: Namespace) -> int:
+    names = ("batch_size", "num_iters", "num_prompts", "input_len", "output_len")
+    for name in names:
+        if (value := getattr(args, name, 1)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if args.kind == "serve":
+        return bench_serve.run(args)
+    config = engine_config(args)
+    with open_session(config) as session:
+        result, rows = (latency if args.kind == "latency" else throughput)(session, args)
+        stats = session.client.stats
+        drafts = acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+        result |= drafts
+        if stats.busy_s:
+            result["bubble_share"] = round(stats.bubble_s / (stats.busy_s + stats.bubble_s), 4)
+            rows.append(("Device idle between steps", f"{result['bubble_share']:.2%}"))
+        info = session.client.info
+    rows += acceptance_rows(drafts)
+    record = {
+        "bench": args.kind,
+        "model": info.model_name,
+        "device": info.device,
+        "dtype": info.dtype,
+        "config": config.flat(),
+        "machine": machine(),
+        "results": result,
+    }
+    publish(record, rows, args.output_json)
+    return 0
+
+
+def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The same batch shape again and again, each time with prompts the prefix cache never saw."""
+    prompts = RandomPrompts(session, args.input_len, args.seed or 0)
+    params = _fixed_length(args.output_len)
+    progress = ProgressLine(args.num_iters_warmup + args.num_iters, "Batches")
+    batch_s: list[float] = []
+    answers: list[Answer] = []
+    for number in range(args.num_iters_warmup + args.num_iters):
+        batch = prompts.take(args.batch_size)
+        started_s = time.perf_counter()
+        batch_answers = [session.submit(prompt, params) for prompt in batch]
+        session.wait(batch_answers)
+        if number >= args.num_iters_warmup:
+            batch_s.append(time.perf_counter() - started_s)
+            answers += batch_answers
+        progress.update(1, args.batch_size * args.output_len)
+    progress.close()
+    tokens_per_s = args.batch_size * args.output_len * len(batch_s) / sum(batch_s)
+    result = {
+        "batch_size": args.batch_size,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "latency_ms": spread(batch_s, 1e3),
+        "ttft_ms": spread(first_token_s(answers), 1e3),
+        "tpot_ms": spread(time_per_token_s(answers), 1e3),
+        "output_tokens_per_s": round(tokens_per_s, 2),
+    }
+    rows = [
+        ("Batches", f"{len(batch_s)} of {args.batch_size} requests"),
+        ("Tokens", f"{args.input_len} in, {args.output_len} out"),
+        *spread_rows("Latency of a batch", "ms", result["latency_ms"]),
+        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
+        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+        ("Output", f"{tokens_per_s:,.1f} tok/s"),
+    ]
+    return result, rows
+
+
+def throughput(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Everything at once; the clock stops with the last token."""
+    prompts = RandomPrompts(session, args.input_len, args.seed or 0)
+    params = _fixed_length(args.output_len)
+    session.wait([session.submit(prompt, params) for prompt in prompts.take(1)])  # warm
+    batch = prompts.take(args.num_prompts)
+    progress = ProgressLine(args.num_prompts, "Requests")
+    started_s = time.perf_counter()
+    answers = [session.submit(prompt, params) for prompt in batch]
+    for answer in answers:
+        session.wait([answer])
+        progress.update(1, args.output_len)
+    elapsed_s = time.perf_counter() - started_s
+    progress.close()
+    num_out = sum(answer.num_tokens for answer in answers)
+    num_in = args.num_prompts * args.input_len
+    result = {
+        "num_prompts": args.num_prompts,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "elapsed_s": round(elapsed_s, 4),
+        "requests_per_s": round(args.num_prompts / elapsed_s, 4),
+        "output_tokens_per_s": round(num_out / elapsed_s, 2),
+        "total_tokens_per_s": round((num_in + num_out) / elapsed_s, 2),
+        "ttft_ms": spread(first_token_s(answers), 1e3),
+        "tpot_ms": spread(time_per_token_s(answers), 1e3),
+    }
+    rows = [
+        ("Requests", f"{args.num_prompts} in {elapsed_s:.2f} s, {result['requests_per_s']:.2f}/s"),
+        ("Output", f"{result['output_tokens_per_s']:,.1f} tok/s"),
+        ("Input and output", f"{result['total_tokens_per_s']:,.1f} tok/s"),
+        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
+        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+    ]
+    return result, rows
+
+
+class RandomPrompts:
+    """Prompts of random ordinary tokens, seeded; no two of them alike."""
+
+    def __init__(self, session: Session, length: int, seed: int) -> None:
+        special = session.client.tokenizer.special_ids if session.client.front.tokenizer else ()
+        self._ids = sorted(set(range(session.client.info.vocab_size)) - set(special))
+        self._length = length
+        self._random = random.Random(seed)
+
+    def take(self, count: int) -> list[Prompt]:
+        draw = self._random.choices
+        return [Prompt(token_ids=draw(self._ids, k=self._length)) for _ in range(count)]
+
+
+def first_token_s(answers: list[Answer]) -> list[float]:
+    return [a.arrivals[0][0] - a.metrics.arrival_time for a in answers if a.arrivals]
+
+
+def time_per_token_s(answers: list[Answer]) -> list[float]:
+    """Mean time of the tokens after those that came first, one value per answer."""
+    found = []
+    for answer in answers:
+        if len(answer.arrivals) > 1:
+            first, last = answer.arrivals[0], answer.arrivals[-1]
+            found.append((last[0] - first[0]) / (answer.num_tokens - first[1]))
+    return found
+
+
+def _fixed_length(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)

@@ -1,0 +1,154 @@
+"""Every command with its summary and flags. Imports nothing heavy: `--help` must be quick.
+
+What a command does is in the module of its name.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.commands.arguments import (
+    add_dataclass_arguments,
+    add_engine_arguments,
+    add_sampling_arguments,
+    one_of,
+)
+from paceline.server.options import ServerOptions
+
+
+@dataclass(frozen=True)
+class Command:
+    """One verb of the command line; a verb with `kinds` has commands of its own below it."""
+
+    summary: str
+    usage: str
+    add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    kinds: tuple[tuple[str, Command], ...] = ()
+
+
+def _serve(parser: ArgumentParser) -> None:
+    add_dataclass_arguments(parser, "server", ServerOptions)
+    add_engine_arguments(parser)
+
+
+def _generate(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts")
+    _text(group, "--input", "FILE", "one prompt per line, or JSONL [stdin]")
+    _text(group, "--output", "FILE", "where the JSONL goes [stdout]")
+    group.add_argument(
+        "--chat", action="store_true", help="send each line as a user's message to a chat model"
+    )
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser, shown=False)
+
+
+def _chat(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("conversation")
+    _text(group, "--system-prompt", "TEXT", "what the model is told first")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser, shown=False)
+
+
+def _bench_latency(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    _number(group, "--batch-size", 8, "requests of one batch")
+    _number(group, "--num-iters", 10, "batches that count")
+    _number(group, "--num-iters-warmup", 2, "batches before them")
+    _lengths(group, "tokens")
+    add_engine_arguments(parser, shown=False)
+
+
+def _bench_throughput(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    _number(group, "--num-prompts", 100, "requests in all")
+    _lengths(group, "tokens")
+    add_engine_arguments(parser, shown=False)
+
+
+def _bench_serve(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    _text(group, "--base-url", "URL", "a running server [one of our own]")
+    _text(group, "--api-key", "TEXT", "what that server asks for")
+    group = parser.add_argument_group("load")
+    _number(group, "--num-prompts", 100, "requests in all")
+    _text(group, "--dataset-path", "FILE", "prompts, as `paceline generate` reads them")
+    _lengths(group, "words")
+    _number(group, "--request-rate", math.inf, "requests per second; inf is all at once")
+    _number(group, "--burstiness", 1.0, "1 is a Poisson process, less is bursts, more is even")
+    _number(group, "--max-concurrency", None, "most requests at a time")
+    _number(group, "--temperature", 0.0, "0 is greedy")
+    add_engine_arguments(parser, shown=False)
+
+
+def _convert(parser: ArgumentParser) -> None:
+    parser.add_argument("gguf", metavar="GGUF", help="the file to read")
+    parser.add_argument("folder", metavar="DIR", help="where the Hugging Face folder is written")
+    dtypes = ("float16", "bfloat16", "float32")
+    metavar = "{" + ",".join(dtypes) + "}"
+    text = "of the weights [float16]"
+    parser.add_argument(
+        "--dtype", type=one_of(dtypes), default="float16", metavar=metavar, help=text
+    )
+
+
+def _doctor(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def _text(group: Any, flag: str, metavar: str, text: str) -> None:
+    group.add_argument(flag, metavar=metavar, help=text)
+
+
+def _number(group: Any, flag: str, default: float | None, text: str) -> None:
+    kind = float if isinstance(default, float) else int
+    if default is not None:
+        text = f"{text} [{default}]"
+    metavar = "X" if kind is float else "N"
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
+def _lengths(group: Any, unit: str) -> None:
+    _number(group, "--input-len", 128, f"{unit} of a random prompt")
+    _number(group, "--output-len", 128, "tokens of an answer")
+    _text(group, "--output-json", "FILE", "write the result there; - is stdout")
+
+
+_BENCHES = (
+    (
+        "latency",
+        Command("Time of one batch, again and again.", "[MODEL] [options]", _bench_latency),
+    ),
+    (
+        "throughput",
+        Command("Tokens per second, all requests at once.", "[MODEL] [options]", _bench_throughput),
+    ),
+    (
+        "serve",
+        Command("A server under load: rates and latencies.", "[MODEL] [options]", _bench_serve),
+    ),
+)
+
+COMMANDS = {
+    "serve": Command("Serve a model over HTTP, as OpenAI's API.", "[MODEL] [options]", _serve),
+    "generate": Command(
+        "Answer a file of prompts; JSONL out, in the order of the input.",
+        "[MODEL] [--input FILE] [--output FILE] [options]",
+        _generate,
+    ),
+    "chat": Command("Talk to a model in the terminal.", "[MODEL] [options]", _chat),
+    "bench": Command(
+        "Measure latency, throughput, or a server under load.",
+        "{latency,throughput,serve} [MODEL] [options]",
+        kinds=_BENCHES,
+    ),
+    "convert": Command(
+        "Write a GGUF file as a folder of safetensors.", "GGUF DIR [options]", _convert
+    ),
+    "doctor": Command(
+        "What this machine has, what Paceline would use, what is missing.", "[--json]", _doctor
+    ),
+}

@@ -1,0 +1,252 @@
+"""`paceline doctor`: what this machine has, what Paceline would use, what is missing and the fix.
+
+Runs on the standard library alone, so that it can speak when an installation is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.config import cache_dir
+
+State = Literal["ok", "note", "missing"]
+_MARKS: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
+_CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
+_GIB = 1 << 30
+_CORE = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "gguf")
+_SERVER = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
+# Asked in a process of its own: a torch that crashes on import must not take the doctor along.
+_PROBE = """
+import json, torch
+gpus = []
+if torch.cuda.is_available():
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        compute = f"{p.major}.{p.minor}"
+        gpus.append({"name": p.name, "memory": p.total_memory, "capability": compute})
+packed = "fbgemm" in torch.backends.quantized.supported_engines
+if packed:
+    try:
+        torch.backends.quantized.engine = "fbgemm"
+        weight = torch.ops.quantized.linear_prepack_fp16(torch.ones(8, 8), None)
+        product = torch.ops.quantized.linear_dynamic_fp16(torch.ones(3, 8), weight)
+        packed = bool((product == 8).all())
+    except (RuntimeError, AttributeError):
+        packed = False
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "packed": packed,
+    "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
+}))
+"""
+
+
+@dataclass
+class Finding:
+    """One line of the report; `fix` is the command that mends it."""
+
+    state: State
+    text: str
+    fix: str | None = None
+
+
+@dataclass
+class Report:
+    sections: dict[str, list[Finding]] = field(default_factory=dict)
+
+    def add(self, section: str, state: State, text: str, fix: str | None = None) -> None:
+        self.sections.setdefault(section, []).append(Finding(state, text, fix))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for found in self.sections.values() for finding in found]
+
+    @property
+    def is_able(self) -> bool:
+        """Nothing that Paceline needs is missing."""
+        return all(finding.state != "missing" for finding in self.findings)
+
+
+def run(args: Namespace) -> int:
+    report = examine()
+    if args.json:
+        print(json.dumps({"ok": report.is_able, **asdict(report)["sections"]}, indent=2))
+    else:
+        print_report(report)
+    return 0 if report.is_able else 1
+
+
+def examine() -> Report:
+    report = Report()
+    torch = probe_torch()
+    _python(report)
+    _torch(report, torch)
+    _packages(report)
+    _hardware(report, torch)
+    _storage(report)
+    _choices(report, torch)
+    return report
+
+
+def print_report(report: Report) -> None:
+    for section, findings in report.sections.items():
+        print(section)
+        for finding in findings:
+            print(f"  {_MARKS[finding.state]}  {finding.text}")
+            if finding.fix:
+                print(f"        {finding.fix}")
+    missing = [f for f in report.findings if f.state == "missing"]
+    print()
+    if missing:
+        print(f"{len(missing)} missing; the indented commands mend them.")
+    else:
+        print("Ready: paceline serve")
+
+
+def probe_torch() -> dict[str, Any]:
+    """What torch says of itself; {"error": ...} when it cannot be imported."""
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"error": lines[-1]}
+    return found
+
+
+def _python(report: Report) -> None:
+    report.add("Software", "ok", f"Python {platform.python_version()} ({sys.executable})")
+    own = _version("paceline")
+    report.add("Software", "ok" if own else "note", f"paceline {own or '(not installed)'}")
+
+
+def _torch(report: Report, torch: dict[str, Any]) -> None:
+    if "error" in torch:
+        text = f"torch cannot be imported: {torch['error']}"
+        cpu = "https://download.pytorch.org/whl/cpu"
+        fix = f"pip install torch==2.13.0   (CPU only: add --index-url {cpu})"
+        report.add("Software", "missing", text, fix)
+        return
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU build"
+    report.add("Software", "ok", f"torch {torch['version']} ({build})")
+
+
+def _packages(report: Report) -> None:
+    core = {name: _version(name) for name in _CORE}
+    gone = [name for name, found in core.items() if found is None]
+    if gone:
+        report.add(
+            "Software", "missing", f"not installed: {', '.join(gone)}", "pip install paceline"
+        )
+    have = ", ".join(f"{name} {found}" for name, found in core.items() if found)
+    report.add("Software", "ok", have or "no package of the core")
+    missing = [name for name in _SERVER if _version(name) is None]
+    if missing:
+        text = f"no server: {', '.join(missing)} not installed"
+        report.add("Software", "note", text, "pip install 'paceline[server]'")
+    else:
+        have = ", ".join(f"{name} {_version(name)}" for name in _SERVER)
+        report.add("Software", "ok", f"server: {have}")
+
+
+def _hardware(report: Report, torch: dict[str, Any]) -> None:
+    name, flags = _cpu()
+    cores = len(os.sched_getaffinity(0))
+    have = [flag for flag in _CPU_FLAGS if flag in flags]
+    report.add("Machine", "ok", f"{name}, {cores} cores ({', '.join(have) or 'no vector flags'})")
+    total, free = _memory()
+    report.add("Machine", "ok", f"{total / _GIB:.1f} GiB memory, {free / _GIB:.1f} GiB available")
+    for gpu in torch.get("gpus", ()):
+        size = f"{gpu['memory'] / _GIB:.0f} GiB"
+        report.add("Machine", "ok", f"{gpu['name']}, {size}, compute {gpu['capability']}")
+    if not torch.get("gpus"):
+        has_driver = Path("/proc/driver/nvidia/version").exists()
+        text = "an NVIDIA driver, but torch sees no GPU" if has_driver else "no NVIDIA GPU"
+        fix = "pip install --force-reinstall torch==2.13.0" if has_driver else None
+        report.add("Machine", "note", text, fix)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fix = "ulimit -n 65536" if files < 4096 else None
+    report.add("Machine", "note" if fix else "ok", f"{files} open files allowed", fix)
+
+
+def _storage(report: Report) -> None:
+    # Lazy: this module must load when the packages that a checkpoint needs are missing.
+    from paceline.checkpoint.default_model import NAME, SIZE, default_model_path
+
+    folder = cache_dir()
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(nearest).free
+    writable = os.access(nearest, os.W_OK)
+    text = f"cache {folder} ({free / _GIB:.1f} GiB free)"
+    if writable:
+        report.add("Storage", "ok", text)
+    else:
+        fix = "export PACELINE_CACHE=/a/folder/you/may/write"
+        report.add("Storage", "missing", f"{text}: not writable", fix)
+    path = default_model_path()
+    if path.exists() and path.stat().st_size == SIZE:
+        report.add("Storage", "ok", f"default model {NAME}")
+    else:
+        text = f"default model {NAME} is not here yet; the first use fetches it ({SIZE >> 20} MiB)"
+        report.add("Storage", "note", text)
+
+
+def _choices(report: Report, torch: dict[str, Any]) -> None:
+    section = "Paceline would use"
+    if "error" in torch:
+        report.add(section, "note", "nothing until torch can be imported")
+        return
+    if torch["gpus"]:
+        gpu = torch["gpus"][0]
+        report.add(section, "ok", f"cuda: {gpu['name']} (--device cpu for the CPU)")
+        return
+    report.add(section, "ok", f"cpu: torch's {torch['capability']} kernels")
+    if torch["packed"]:
+        text = "half-precision and quantised weights: packed fp16 through FBGEMM"
+        report.add(section, "ok", text)
+    else:
+        text = "half-precision and quantised weights: fp32, since FBGEMM's fp16 product is missing"
+        report.add(section, "note", text)
+
+
+def _cpu() -> tuple[str, set[str]]:
+    found: dict[str, str] = {}
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    return name, set((found.get("flags") or found.get("Features") or "").split())
+
+
+def _memory() -> tuple[int, int]:
+    """(total, available) in bytes."""
+    values = {}
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        values[key] = int(value.split()[0]) * 1024
+    return values["MemTotal"], values.get("MemAvailable", values["MemFree"])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

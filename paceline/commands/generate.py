@@ -1,0 +1,130 @@
+"""`paceline generate`: prompts from a file or standard input, answers as JSONL in that order."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TextIO
+
+from paceline.commands.arguments import (
+    engine_config,
+    sampling_keywords,
+)
+from paceline.commands.prompts import Prompt, read_prompts
+from paceline.commands.session import Answer, Session, open_session
+from paceline.errors import ConfigError, InvalidRequest
+from paceline.observe.progress import ProgressLine
+
+DEFAULT_MAX_TOKENS = 256
+# Prompts submitted per row of the engine: enough that it never waits for the next one.
+_WINDOW_PER_SLOT = 4
+
+
+def run(args: Namespace) -> int:
+    config = engine_config(args)
+    if args.input in (None, "-") and sys.stdin.isatty():
+        print("One prompt per line; Ctrl-D when done.", file=sys.stderr)
+    prompts = read_prompts(args.input)
+    if args.chat:
+        prompts = [as_message(p) for p in prompts]
+    given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_keywords(args)}
+    with _output(args.output) as stream, open_session(config) as session:
+        return answer_all(session, prompts, given, stream)
+
+
+def as_message(prompt: Prompt) -> Prompt:
+    if prompt.text is None:
+        return prompt
+    return replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])
+
+
+def answer_all(
+    session: Session, prompts: list[Prompt], given: dict[str, Any], stream: TextIO
+) -> int:
+    """Keep the engine busy, and write each answer as soon as those before it are written."""
+    progress = ProgressLine(len(prompts), "Answered prompts")
+    window = _WINDOW_PER_SLOT * session.client.info.num_slots
+    waiting = iter(prompts)
+    answers: deque[Answer | InvalidRequest] = deque()
+    num_failed = 0
+    for index, prompt in enumerate(prompts):
+        room = window - len(answers)
+        answers.extend(_submit(session, next_one, given) for next_one in islice(waiting, room))
+        answer = answers.popleft()
+        if isinstance(answer, Answer):
+            session.wait([answer])
+            result = _result(answer)
+            progress.update(1, answer.num_tokens)
+        else:
+            result = {"error": str(answer)}
+            progress.update(1)
+        num_failed += "error" in result
+        record = {"index": index, **_question(prompt), **result}
+        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        stream.flush()
+    progress.close()
+    if num_failed:
+        print(f"paceline: {num_failed} of {len(prompts)} prompts failed", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+def _submit(session: Session, prompt: Prompt, given: dict[str, Any]) -> Answer | InvalidRequest:
+    """One prompt that cannot be served is answered with its reason; the others go on."""
+    try:
+        return session.submit(prompt, session.params(given, prompt.sampling))
+    except InvalidRequest as error:
+        return error
+
+
+def _question(prompt: Prompt) -> dict[str, Any]:
+    asked = {
+        "id": prompt.id,
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "prompt_token_ids": prompt.token_ids,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _result(answer: Answer) -> dict[str, Any]:
+    if answer.generation.error is not None:
+        return {"error": str(answer.generation.error)}
+    metrics = answer.metrics
+    outputs = [
+        {
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        for output in answer.outputs
+    ]
+    usage = {
+        "prompt_tokens": len(answer.generation.prompt_token_ids),
+        "completion_tokens": answer.num_tokens,
+        "cached_tokens": metrics.num_cached_tokens,
+        "draft_tokens": metrics.num_draft_tokens,
+        "accepted_tokens": metrics.num_accepted_tokens,
+    }
+    return {"outputs": outputs, "usage": usage}
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[TextIO]:
+    """Opened before the model is loaded: a folder that is not there should not cost a minute."""
+    if path in (None, "-"):
+        yield sys.stdout
+        return
+    assert path is not None
+    try:
+        stream = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}.") from None
+    with stream:
+        yield stream

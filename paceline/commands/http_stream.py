@@ -1,0 +1,148 @@
+"""A small HTTP/1.1 client for the load generator: one request per connection, server-sent events.
+
+Measures nothing; and never waits for more than the next line, so that its times are the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.errors import ConfigError
+
+_LINE_LIMIT = 1 << 20
+
+
+class HttpFailure(Exception):
+    """The server answered with an error, or not at all."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the server is, and what to say to be let in."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    prefix: str = ""
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no URL; write it like http://127.0.0.1:8000.")
+        is_tls = parts.scheme == "https"
+        try:
+            port = parts.port or (443 if is_tls else 80)
+        except ValueError:
+            raise ConfigError(f"{url!r} has no usable port.") from None
+        return cls(parts.hostname, port, is_tls, parts.path.rstrip("/"), api_key)
+
+
+@asynccontextmanager
+async def request(
+    endpoint: Endpoint, method: str, path: str, body: bytes = b""
+) -> AsyncIterator[asyncio.StreamReader]:
+    """The body of a 200 reply, de-chunked, as a stream. Anything else raises HttpFailure."""
+    try:
+        reader, writer = await asyncio.open_connection(
+            endpoint.host, endpoint.port, ssl=endpoint.is_tls or None, limit=_LINE_LIMIT
+        )
+    except OSError as error:
+        raise HttpFailure(f"no connection: {error.strerror or error}") from None
+    try:
+        writer.write(_head(endpoint, method, path, len(body)) + body)
+        await writer.drain()
+        status, headers = await _read_head(reader)
+        content = asyncio.StreamReader(limit=_LINE_LIMIT)
+        feeding = asyncio.create_task(_feed(reader, content, headers))
+        try:
+            if status != 200:
+                text = (await content.read()).decode(errors="replace")
+                raise HttpFailure(f"HTTP {status}: {_message(text)}")
+            yield content
+        finally:
+            feeding.cancel()
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        raise HttpFailure(f"connection lost: {error}") from None
+    finally:
+        writer.close()
+
+
+async def get(endpoint: Endpoint, path: str) -> str:
+    async with request(endpoint, "GET", path) as content:
+        return (await content.read()).decode()
+
+
+async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each server-sent event, until [DONE]. An error event raises."""
+    async with request(endpoint, "POST", path, json.dumps(body).encode()) as content:
+        while line := await content.readline():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise HttpFailure(str(event["error"].get("message", event["error"])))
+            yield event
+        raise HttpFailure("the stream ended without [DONE]")
+
+
+def _head(endpoint: Endpoint, method: str, path: str, length: int) -> bytes:
+    lines = [
+        f"{method} {endpoint.prefix}{path} HTTP/1.1",
+        f"Host: {endpoint.host}:{endpoint.port}",
+        "Accept: */*",
+        "Connection: close",
+    ]
+    if endpoint.api_key:
+        lines.append(f"Authorization: Bearer {endpoint.api_key}")
+    if length:
+        lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    status = (await reader.readline()).split(None, 2)
+    if len(status) < 2 or not status[1].isdigit():
+        raise HttpFailure("the server closed the connection without an answer")
+    headers = {}
+    while (line := await reader.readline()).strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return int(status[1]), headers
+
+
+async def _feed(
+    reader: asyncio.StreamReader, content: asyncio.StreamReader, headers: dict[str, str]
+) -> None:
+    """Copy the body, without its framing, to where the caller reads."""
+    try:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := int((await reader.readline()).split(b";")[0].strip() or b"0", 16):
+                content.feed_data(await reader.readexactly(size))
+                await reader.readline()
+        elif "content-length" in headers:
+            content.feed_data(await reader.readexactly(int(headers["content-length"])))
+        else:
+            while data := await reader.read(1 << 16):
+                content.feed_data(data)
+        content.feed_eof()
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        content.set_exception(HttpFailure(f"connection lost: {error}"))
+
+
+def _message(text: str) -> str:
+    """The message of OpenAI's error body, or the text itself."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]

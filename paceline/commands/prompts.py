@@ -1,0 +1,96 @@
+"""Prompts as people keep them: a text file with one per line, or JSONL. Reads, never runs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.request import SamplingParams
+
+_SOURCES = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One of text, token_ids and messages is set. `sampling` is what its own line asks for."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    id: str | int | None = None
+
+
+def read_prompts(path: str | None) -> list[Prompt]:
+    """All prompts of a file; None or "-" is standard input. A broken line names its number."""
+    if path in (None, "-"):
+        name, text = "stdin", sys.stdin.read()
+    else:
+        assert path is not None
+        name = path
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}.") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}).") from None
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{name} holds no prompts; write one per line, or JSONL.")
+    if _is_object(lines[0][1]):
+        return [_from_json(f"{name}:{i}", line) for i, line in lines]
+    return [Prompt(text=line.rstrip("\r")) for _, line in lines]
+
+
+def _is_object(line: str) -> bool:
+    """Whether the file is JSONL: its first line is an object with one of our keys."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and any(key in value for key in _SOURCES)
+
+
+def _from_json(where: str, line: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: each line must be a JSON object.")
+    given = [key for key in _SOURCES if value.get(key) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise ConfigError(f"{where}: give one of {', '.join(_SOURCES)}; found {found}.")
+    source = given[0]
+    content = value[source]
+    _check_content(where, source, content)
+    sampling = {k: v for k, v in value.items() if k not in (*_SOURCES, "id")}
+    try:
+        SamplingParams.from_mapping(sampling)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    own_id = value.get("id")
+    if source == "prompt":
+        return Prompt(text=content, sampling=sampling, id=own_id)
+    if source == "messages":
+        return Prompt(messages=content, sampling=sampling, id=own_id)
+    return Prompt(token_ids=content, sampling=sampling, id=own_id)
+
+
+def _check_content(where: str, source: str, content: Any) -> None:
+    if source == "prompt" and not isinstance(content, str):
+        raise ConfigError(f"{where}: prompt must be a string, got {content!r}.")
+    if source == "messages" and not (
+        isinstance(content, list) and content and all(isinstance(m, dict) for m in content)
+    ):
+        raise ConfigError(f'{where}: messages must be a list like [{{"role": "user", ...}}].')
+    if source == "prompt_token_ids" and not (
+        isinstance(content, list) and all(type(t) is int for t in content)
+    ):
+        raise ConfigError(f"{where}: prompt_token_ids must be a list of integers.")

@@ -1,0 +1,120 @@
+"""What a benchmark leaves behind: JSON that can be compared later, and a table to read now."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError
+
+_PERCENTILES = (50, 90, 99)
+_PACKAGES = ("paceline", "torch", "numpy", "triton")
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Mean and percentiles; empty without values."""
+    if not values:
+        return {}
+    scaled = np.asarray(values, np.float64) * scale
+    points = np.percentile(scaled, _PERCENTILES)
+    found = {"mean": float(scaled.mean())}
+    found |= {f"p{p}": float(v) for p, v in zip(_PERCENTILES, points, strict=True)}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def acceptance(num_drafts: float, num_draft_tokens: float, num_accepted: float) -> dict[str, float]:
+    """Drafts accepted, as a share of those verified and as tokens per step with drafts."""
+    if not num_draft_tokens:
+        return {}
+    found = {"acceptance_rate": round(num_accepted / num_draft_tokens, 4)}
+    if num_drafts:
+        found["tokens_per_step"] = round(1 + num_accepted / num_drafts, 4)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what it was measured: enough to know whether two results may be compared."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "commit": _commit(),
+        "versions": {name: v for name in _PACKAGES if (v := package_version(name)) is not None},
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def publish(result: Mapping[str, Any], rows: Sequence[tuple[str, str]], path: str | None) -> None:
+    """The table on standard output; the JSON in `path`, or on standard output for "-"."""
+    text = json.dumps(result, indent=2)
+    if path == "-":
+        print(text)
+        print(render(rows), file=sys.stderr)
+        return
+    print(render(rows))
+    if path is not None:
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output-json {path}: {error.strerror}.") from None
+
+
+def render(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def spread_rows(title: str, unit: str, values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """`TTFT (ms)   mean 12.1  p50 11.9  p90 13.0  p99 20.2`."""
+    if not values:
+        return []
+    return [(f"{title} ({unit})", "  ".join(f"{n} {v:,.2f}" for n, v in values.items()))]
+
+
+def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    if "acceptance_rate" not in values:
+        return []
+    rows = [("Drafts accepted", f"{values['acceptance_rate']:.1%}")]
+    if "tokens_per_step" in values:
+        rows.append(("Tokens per verify step", f"{values['tokens_per_step']:.2f}"))
+    return rows
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, when it is one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,333 @@
+"""The engine's configuration: frozen, nested, resolved once. The only place that reads os.environ.
+
+Every field name is unique over all groups, so flags and `LLM(...)` keywords are the flat names.
+Field metadata carries the help text; the CLI is generated from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from paceline.errors import ConfigError, nearest
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+DEVICES = ("auto", "cpu", "cuda")
+GIB = 1 << 30
+
+
+def _opt(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which weights, and how to read them."""
+
+    model: str = _opt(
+        "", "folder, GGUF file or hub id; empty is the built-in SmolLM2-135M-Instruct"
+    )
+    tokenizer: str | None = _opt(None, "folder, GGUF file or hub id of the tokenizer")
+    revision: str | None = _opt(None, "branch, tag or commit of a hub id")
+    dtype: Dtype = _opt("auto", "weights and activations; on CPU auto packs fp16 weights")
+    load_format: LoadFormat = _opt("auto", "dummy makes random weights from config.json alone")
+    max_model_len: int | None = _opt(None, "most tokens of prompt and output together")
+    generation_config: str = _opt("auto", "auto, none ('vllm') or a folder: default sampling")
+    max_logprobs: int = _opt(20, "most logprobs a request may ask for")
+    logits_processors: tuple[str, ...] = _opt((), "module:Class of custom logits processors")
+    skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out")
+    seed: int = _opt(0, "seeds dummy weights and requests that bring no seed of their own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = _opt(16, "tokens per KV page")
+    enable_prefix_caching: bool = _opt(True, "share the KV of equal prefixes")
+    gpu_memory_utilization: float = _opt(0.9, "share of the GPU that Paceline may use")
+    kv_cache_memory_bytes: int | None = _opt(None, "size of the KV cache; on CPU default 1 GiB")
+    num_gpu_blocks_override: int | None = _opt(None, "number of KV pages, for tests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are filled."""
+
+    max_num_seqs: int = _opt(64, "most requests that run at once")
+    max_num_batched_tokens: int = _opt(2048, "most tokens of one step; longer prompts are chunked")
+    scheduling_policy: Literal["fcfs", "priority"] = _opt("fcfs", "order of waiting requests")
+    run_ahead: int | None = _opt(None, "steps launched before their results are read (ours; 1)")
+    async_scheduling: bool | None = _opt(None, "same as --run-ahead 1; --no-... is --run-ahead 0")
+
+    @property
+    def depth(self) -> int:
+        if self.run_ahead is not None:
+            return self.run_ahead
+        return 0 if self.async_scheduling is False else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where it runs."""
+
+    device: str = _opt("auto", "auto, cpu or cuda")
+    enforce_eager: bool = _opt(False, "no CUDA graphs")
+    cpu_threads: int | None = _opt(None, "threads of the device step on CPU (ours)")
+    tensor_parallel_size: int = _opt(1, "ranks that share each layer")
+    data_parallel_size: int = _opt(1, "replicas that share the load")
+    enable_expert_parallel: bool = _opt(False, "spread experts over the ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The drafter. Built from the --speculative-config JSON object."""
+
+    method: Literal["ngram", "draft_model"]
+    num_speculative_tokens: int
+    model: str | None = None
+    revision: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    # greedy drafts are one-hot: seeded tokens equal those without speculation
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    # let each request's k follow its own acceptance
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1 "
+                "(leave --speculative-config away for no drafter)."
+            )
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(
+                'method "draft_model" needs "model": the folder or hub id of the draft.'
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max "
+                f"{self.prompt_lookup_max}: need 1 <= min <= max."
+            )
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        given = (self.synthetic_acceptance_length, self.synthetic_acceptance_rates)
+        if self.rejection_sample_method == "standard":
+            if given != (None, None):
+                raise ConfigError(
+                    'synthetic_acceptance_* needs "rejection_sample_method": "synthetic".'
+                )
+            return
+        if (given[0] is None) == (given[1] is None):
+            raise ConfigError(
+                "synthetic acceptance needs exactly one of synthetic_acceptance_length and "
+                "synthetic_acceptance_rates."
+            )
+        k = self.num_speculative_tokens
+        if given[0] is not None and not 1.0 <= given[0] <= k + 1:
+            raise ConfigError(
+                f"synthetic_acceptance_length is {given[0]}; it counts the bonus and must lie "
+                f"between 1 and num_speculative_tokens + 1 = {k + 1}."
+            )
+        if given[1] is not None and (len(given[1]) != k or any(not 0 <= r <= 1 for r in given[1])):
+            raise ConfigError(f"synthetic_acceptance_rates needs {k} numbers between 0 and 1.")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        values = dict(values)
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, known)}")
+        method = values.get("method") or ("draft_model" if values.get("model") else None)
+        methods = ("ngram", "draft_model")
+        if method not in methods:
+            raise ConfigError(
+                f"speculative method {method!r} is not supported; use one of {', '.join(methods)}."
+            )
+        if "num_speculative_tokens" not in values:
+            raise ConfigError('speculative_config needs "num_speculative_tokens".')
+        lookups = {"prompt_lookup_min", "prompt_lookup_max"} & set(values)
+        if lookups and len(lookups) == 1:  # one bound given: keep the pair consistent
+            if "prompt_lookup_max" in values:
+                low = min(cls.prompt_lookup_min, values["prompt_lookup_max"])
+                values["prompt_lookup_min"] = low
+            else:
+                high = max(cls.prompt_lookup_max, values["prompt_lookup_min"])
+                values["prompt_lookup_max"] = high
+        if values.get("synthetic_acceptance_rates") is not None:
+            values["synthetic_acceptance_rates"] = tuple(values["synthetic_acceptance_rates"])
+        return cls(**{**values, "method": method})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All of it. `from_keywords` is the way in; `replace` from dataclasses the way to resolve."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    speculative: SpeculativeConfig | None = None
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> EngineConfig:
+        """From the flat names of flags and `LLM(...)`; None means 'not given'."""
+        spec = keywords.pop("speculative_config", None)
+        grouped: dict[str, dict[str, Any]] = {group: {} for group, _ in GROUPS}
+        for name, value in keywords.items():
+            group = _GROUP_OF.get(name)
+            if group is None:
+                refuse_by_name(name)
+                hint = nearest(name, [*_GROUP_OF, "speculative_config"])
+                raise ConfigError(f"Unknown option {name!r}.{hint}")
+            if value is not None:
+                grouped[group][name] = _coerce(name, value)
+        parts = {group: kind(**grouped[group]) for group, kind in GROUPS}
+        if isinstance(spec, str):
+            spec = _parse_json_object("speculative_config", spec)
+        if isinstance(spec, Mapping):
+            spec = SpeculativeConfig.from_mapping(spec)
+        config = cls(**parts, speculative=spec)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        s, c, d = self.scheduler, self.cache, self.device
+        _positive(max_num_seqs=s.max_num_seqs, max_num_batched_tokens=s.max_num_batched_tokens)
+        _positive(block_size=c.block_size, max_model_len=self.model.max_model_len)
+        _positive(kv_cache_memory_bytes=c.kv_cache_memory_bytes, cpu_threads=d.cpu_threads)
+        if s.run_ahead is not None and not 0 <= s.run_ahead <= 8:
+            raise ConfigError(f"run_ahead is {s.run_ahead}; it must be between 0 and 8.")
+        both = s.async_scheduling is not None and s.run_ahead is not None
+        if both and s.async_scheduling != (s.depth > 0):
+            raise ConfigError(
+                f"async_scheduling={s.async_scheduling} contradicts run_ahead={s.run_ahead}; "
+                "give one of them."
+            )
+        if not 0.0 < c.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization is {c.gpu_memory_utilization}; it must be in (0, 1]."
+            )
+        if d.device not in DEVICES:
+            raise ConfigError(f"device is {d.device!r}; use one of {', '.join(DEVICES)}.")
+        k = self.speculative.num_speculative_tokens if self.speculative else 0
+        if s.max_num_batched_tokens < s.max_num_seqs * (k + 1):
+            raise ConfigError(
+                f"max_num_batched_tokens {s.max_num_batched_tokens} cannot hold max_num_seqs "
+                f"{s.max_num_seqs} rows of {k + 1} tokens; raise it to at least "
+                f"{s.max_num_seqs * (k + 1)} or lower --max-num-seqs."
+            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(d, name) != 1:
+                raise ConfigError(f"{name}={getattr(d, name)} is not supported yet; only 1 is.")
+        if d.enable_expert_parallel:
+            raise ConfigError("enable_expert_parallel is not supported yet.")
+
+    def flat(self) -> dict[str, Any]:
+        """Flat names and values, for logs, results and the engine process."""
+        values = {f.name: getattr(getattr(self, g), f.name) for g, k in GROUPS for f in fields(k)}
+        spec = self.speculative
+        values["speculative_config"] = (
+            None if spec is None else {f.name: getattr(spec, f.name) for f in fields(spec)}
+        )
+        return values
+
+
+GROUPS: tuple[tuple[str, type[Any]], ...] = (
+    ("model", ModelConfig),
+    ("cache", CacheConfig),
+    ("scheduler", SchedulerConfig),
+    ("device", DeviceConfig),
+)
+_GROUP_OF = {f.name: group for group, kind in GROUPS for f in fields(kind)}
+
+# Names that other engines have and we refuse, with the reason.
+REFUSED = {
+    "trust_remote_code": "Paceline never runs code from a checkpoint; its families are built in.",
+    "enable_lora": "LoRA adapters are not supported.",
+    "lora_modules": "LoRA adapters are not supported.",
+    "max_lora_rank": "LoRA adapters are not supported.",
+    "max_loras": "LoRA adapters are not supported.",
+    "pipeline_parallel_size": "pipeline parallelism is not supported.",
+    "quantization": "give a GGUF file; other quantised formats are not supported yet.",
+    "swap_space": "preempted requests are recomputed, never swapped.",
+    "distributed_executor_backend": "several machines are not supported yet.",
+}
+
+
+def refuse_by_name(name: str) -> None:
+    """Raise when `name` is an option that we know and do not support."""
+    if name in REFUSED:
+        raise ConfigError(f"--{name.replace('_', '-')} is not supported: {REFUSED[name]}")
+
+
+def option_fields() -> Iterator[tuple[str, Field[Any], Any]]:
+    """(group, field, resolved type) of every engine option, in order, for the CLI and the docs."""
+    for group, kind in GROUPS:
+        hints = get_type_hints(kind)
+        for f in fields(kind):
+            yield group, f, hints[f.name]
+
+
+def _coerce(name: str, value: Any) -> Any:
+    group = dict(GROUPS)[_GROUP_OF[name]]
+    hint = get_type_hints(group)[name]
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        choices = ", ".join(map(str, get_args(hint)))
+        raise ConfigError(
+            f"{name} is {value!r}; use one of {choices}.{nearest(str(value), get_args(hint))}"
+        )
+    wanted = get_args(hint) if get_origin(hint) is not Literal and get_args(hint) else (hint,)
+    if name == "logits_processors":
+        return tuple(value)
+    if int in wanted and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{name} must be an integer, got {value!r}.")
+    if bool in wanted and not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}.")
+    if str in wanted and isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def _parse_json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f'{name} is not JSON ({error}); quote it like \'{{"method": "ngram"}}\'.'
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}.")
+    return value
+
+
+def _positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+
+
+def cache_dir() -> Path:
+    """Where Paceline keeps what it fetched: PACELINE_CACHE, else XDG_CACHE_HOME/paceline."""
+    explicit = os.environ.get("PACELINE_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def api_key_from_env() -> str | None:
+    return os.environ.get("PACELINE_API_KEY") or None
+
+
+def with_model(config: EngineConfig, **changes: Any) -> EngineConfig:
+    return replace(config, model=replace(config.model, **changes))

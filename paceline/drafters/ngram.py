@@ -1,0 +1,30 @@
+"""Prompt lookup: the sequence's own n-grams as drafts. No model, no KV, no host read."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.drafters.base import DraftStep, store_drafts
+from paceline.kernels.ngram import ngram_propose
+
+
+class NgramDrafter:
+    """Copies what followed the latest earlier occurrence of the sequence's tail."""
+
+    lookahead = 0
+    is_probabilistic = False
+
+    def __init__(self, max_k: int, min_n: int, max_n: int) -> None:
+        self.max_k = max_k
+        self._min_n = min_n
+        self._max_n = max_n
+
+    def propose(self, step: DraftStep) -> None:
+        if not step.k:
+            return
+        slots = step.slots
+        slot_B = torch.from_numpy(step.slot_B[step.samples_B])
+        drafts_BK = ngram_propose(
+            slots.tokens_SL, slots.num_tokens_S, slot_B, step.k, self._min_n, self._max_n
+        )
+        store_drafts(slots, slot_B, drafts_BK, is_onehot=True)

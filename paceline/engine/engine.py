@@ -1,0 +1,269 @@
+"""The zero-bubble loop: plan, launch, publish, wait, commit. One loop for every run-ahead depth.
+
+Never touches a device, a socket or text; owns the order of things and the bubble's measure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from paceline.config import EngineConfig
+from paceline.engine.messages import (
+    Abort,
+    Drain,
+    Gauges,
+    ResetPrefixCache,
+    StepMessage,
+    Stop,
+    Stopped,
+    Submit,
+    decode,
+    encode,
+    encode_step,
+    without_rows,
+)
+from paceline.errors import EngineDead, InvalidRequest
+from paceline.request import Done, EngineRequest
+from paceline.scheduler.events import Emitted, TokenConstraint
+from paceline.scheduler.scheduler import Scheduler
+from paceline.step import InFlightStep, Runner, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: StepPlan
+    step: InFlightStep
+    is_bound: bool  # False: a late plan whose masks are still to come
+
+
+class Engine:
+    """Requests in, one packed message per step out. Every method is called by the loop thread.
+
+    `delay` is a hook for tests: called with the name of each stage before it runs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        publish: Callable[[bytes], None],
+        *,
+        delay: Callable[[str], None] | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config, runner.info)
+        self.depth = config.scheduler.depth
+        self._runner = runner
+        self.publish = publish
+        self._delay = delay
+        self._in_flight: deque[_Launched] = deque()
+        self._unpublished: list[Emitted] = []
+        self._dead: str | None = None
+        # The result before the newest committed one: its device_end_s may be filled in late,
+        # because drafting goes on after the result is there.
+        self._previous: StepResult | None = None
+        self._bubble_s = self._busy_s = 0.0
+        self._since = Gauges()
+
+    # ---- requests
+
+    def add(self, request: EngineRequest, *, constraint: TokenConstraint | None = None) -> None:
+        """Queue a request. Raises InvalidRequest when it could never run."""
+        self._check_alive()
+        self.scheduler.add(request, constraint)
+
+    def abort(self, uid: int) -> None:
+        """End a request now, whatever it is doing. Unknown uids (ended ones) are ignored."""
+        self.scheduler.abort(uid)
+
+    def refuse(self, uid: int, error: InvalidRequest) -> None:
+        """Answer a request that `add` raised for."""
+        self.scheduler.refuse(uid, str(error), type(error).__name__)
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """Forget cached prefixes; with `preempt_running` recompute the running requests too."""
+        self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_unfinished
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start, and where things stand now."""
+        return {
+            **self.scheduler.stats(),
+            "bubble_s": self._bubble_s,
+            "busy_s": self._busy_s,
+            "num_in_flight": float(len(self._in_flight)),
+        }
+
+    # ---- the loop
+
+    def turn(self) -> bool:
+        """One turn of the loop. False: nothing to do, block on the inbox."""
+        self._check_alive()
+        try:
+            return self._turn()
+        except Exception as error:
+            self._fail(error)
+            raise EngineDead(self._dead) from error
+
+    def _turn(self) -> bool:
+        self._stage("plan")
+        plan = self.scheduler.plan()
+        if plan is None:
+            if self._in_flight:
+                self._finish_oldest()
+                self._publish_all()
+                return True
+            self._publish_all()
+            self._previous = None  # the device may rest from here on: no bubble
+            assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
+            return False
+        self._launch(plan)
+        self._publish_all()
+        # The masks of a late plan need the result before it, so nothing may run ahead of it.
+        depth = self.depth if plan.late_B is None else min(self.depth, 1)
+        while len(self._in_flight) > depth:
+            self._finish_oldest()
+        return True
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._stage("launch")
+        step = self._runner.launch(plan)
+        self._in_flight.append(_Launched(plan, step, plan.late_B is None))
+        self._bind_oldest()
+
+    def _bind_oldest(self) -> None:
+        """The oldest step in flight has every earlier result committed: its masks are known."""
+        if self._in_flight and not self._in_flight[0].is_bound:
+            oldest = self._in_flight[0]
+            self._stage("bind")
+            oldest.step.bind(self.scheduler.late_masks(oldest.plan))
+            oldest.is_bound = True
+
+    def _finish_oldest(self) -> None:
+        launched = self._in_flight[0]
+        self._stage("wait")
+        result = launched.step.wait()
+        self._in_flight.popleft()
+        self._measure(result)
+        self._stage("commit")
+        self._unpublished.append(self.scheduler.commit(launched.plan, result))
+        self._bind_oldest()
+
+    def _measure(self, result: StepResult) -> None:
+        previous = self._previous
+        if previous is not None:
+            idle_s = max(0.0, result.device_start_s - previous.device_end_s)
+            self._bubble_s += idle_s
+            self._since.bubble_s += idle_s
+        busy_s = result.device_end_s - result.device_start_s
+        self._busy_s += busy_s
+        self._since.busy_s += busy_s
+        self._since.num_steps += 1
+        self._previous = result
+
+    # ---- messages
+
+    def _publish_all(self) -> None:
+        self._stage("publish")
+        for emitted in self._unpublished:
+            events = self.scheduler.take_events()
+            self.publish(
+                encode_step(
+                    StepMessage(
+                        emitted.uid_B,
+                        emitted.count_B,
+                        emitted.token_BW,
+                        emitted.done_B,
+                        emitted.num_drafts_B,
+                        emitted.num_accepted_B,
+                        emitted.logprobs,
+                        emitted.prompt_logprobs,
+                        events,
+                        self._gauges(emitted.step),
+                    )
+                )
+            )
+        self._unpublished.clear()
+        if self.scheduler.has_events:
+            events, gauges = self.scheduler.take_events(), self._gauges(self.scheduler.num_steps)
+            self.publish(encode_step(without_rows(events, gauges)))
+
+    def _gauges(self, step: int) -> Gauges:
+        gauges, self._since = self._since, Gauges()
+        scheduler = self.scheduler
+        gauges.step = step
+        gauges.num_running = scheduler.num_running
+        gauges.num_waiting = scheduler.num_waiting
+        gauges.kv_usage = scheduler.kv_usage
+        gauges.num_wasted_rows = scheduler.take_wasted_rows()
+        return gauges
+
+    # ---- failure
+
+    def _fail(self, error: Exception) -> None:
+        """The device's state is unknown from here on: answer everybody and stop for good."""
+        logger.exception("the device step failed")
+        self._dead = f"the device step failed: {type(error).__name__}: {error}"
+        self._in_flight.clear()
+        self.scheduler.end_all(Done.ERROR, self._dead)
+        self._publish_all()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+
+    def _stage(self, name: str) -> None:
+        if self._delay is not None:
+            self._delay(name)
+
+
+def run_engine(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
+    """Turn the loop until Stop, or Drain and everything finished. None in the inbox = peer gone.
+
+    Raises EngineDead when the device failed; every request has been answered by then.
+    """
+    is_draining = False
+    is_idle = False
+    while True:
+        while True:
+            try:
+                data = inbox.get(block=is_idle)
+            except Empty:
+                break
+            is_idle = False
+            message = Stop() if data is None else decode(data)
+            if isinstance(message, Stop):
+                engine.publish(encode(Stopped()))
+                return
+            is_draining = is_draining or isinstance(message, Drain)
+            _handle(engine, message)
+        is_idle = not engine.turn()
+        if is_idle and is_draining and not engine.num_unfinished:
+            engine.publish(encode(Stopped()))
+            return
+
+
+def _handle(engine: Engine, message: object) -> None:
+    match message:
+        case Submit(request=request):
+            try:
+                engine.add(request)
+            except InvalidRequest as error:
+                engine.refuse(request.uid, error)
+        case Abort(uids=uids):
+            for uid in uids:
+                engine.abort(uid)
+        case ResetPrefixCache():
+            engine.reset_prefix_cache()
+        case Drain():
+            pass
+        case _:
+            raise AssertionError(f"unexpected message {message!r}")

@@ -1,0 +1,60 @@
+"""Where the engine stands and what it has done, as the front has been told. Counts, no clocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.engine.messages import StepMessage
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Gauges of the newest message, and totals since the start."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+    num_steps: int = 0
+    bubble_s: float = 0.0  # device idle time between steps
+    busy_s: float = 0.0
+    num_wasted_rows: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of admitted sequences
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
+    num_generated_tokens: int = 0  # as delivered: without what a stop string cut off
+    num_drafts: int = 0  # rows that verified at least one draft
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts only, never the bonus token
+    accepted_per_position: list[int] = field(default_factory=list)
+    finished: Counter[str] = field(default_factory=Counter)  # sequences by finish_reason
+
+    def take(self, message: StepMessage) -> None:
+        gauges = message.gauges
+        self.step = gauges.step
+        self.num_running = gauges.num_running
+        self.num_waiting = gauges.num_waiting
+        self.kv_usage = gauges.kv_usage
+        self.num_steps += gauges.num_steps
+        self.bubble_s += gauges.bubble_s
+        self.busy_s += gauges.busy_s
+        self.num_wasted_rows += gauges.num_wasted_rows
+        self.num_preemptions += len(message.events.preempted)
+        num_draft_tokens = int(message.num_drafts_B.sum())
+        if num_draft_tokens:
+            self.num_draft_tokens += num_draft_tokens
+            self._count_accepted(message)
+
+    def _count_accepted(self, message: StepMessage) -> None:
+        accepted_B = message.num_accepted_B
+        self.num_drafts += int(np.count_nonzero(message.num_drafts_B))
+        self.num_accepted_tokens += int(accepted_B.sum())
+        most = int(accepted_B.max())
+        missing = most - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(most):
+            self.accepted_per_position[position] += int(np.count_nonzero(accepted_B > position))

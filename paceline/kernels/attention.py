@@ -1,0 +1,120 @@
+"""Paged attention over a varlen batch: the torch reference, which is also the CPU path.
+
+Rows are prefill chunks, verify windows or decode tokens alike. Lengths and page tables are device
+data; the CPU view of a row is derived once per step and shared by all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Past this many queries a row is computed per query head: the folded mask would grow with the
+# group, and a causal prefill can skip half of its work.
+_FOLD_LIMIT = 32
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which rows of the step attend to which pages."""
+
+    row_start: list[int]  # offset of each row's first query in T; one more entry closes the last
+    length: list[int]  # KV length of each row, its own queries included
+    pages: list[Tensor]  # int64 page ids of each row, in order; at least ceil(length / page_size)
+    page_size: int
+    group_size: int  # query heads per KV head
+    _rows: list[_Row] = field(default_factory=list)
+
+    def rows(self) -> list[_Row]:
+        if not self._rows:
+            self._rows = [
+                _Row.make(self.row_start[i], self.row_start[i + 1], self.length[i], pages, self)
+                for i, pages in enumerate(self.pages)
+            ]
+        return self._rows
+
+
+@dataclass(slots=True)
+class _Row:
+    start: int
+    end: int
+    length: int
+    run_start: int  # first flat slot when the pages are physically consecutive, else -1
+    pages: Tensor
+    mask: Tensor | None
+    is_folded: bool
+    is_causal: bool
+
+    @staticmethod
+    def make(start: int, end: int, length: int, pages: Tensor, batch: AttentionBatch) -> _Row:
+        num_pages = -(-length // batch.page_size)
+        pages = pages[:num_pages]
+        first, last = int(pages[0]), int(pages[-1])
+        consecutive = last - first == num_pages - 1 and (
+            num_pages <= 2 or bool((pages[1:] - pages[:-1] == 1).all())
+        )
+        num_queries = end - start
+        is_folded = num_queries <= _FOLD_LIMIT
+        is_causal = not is_folded and num_queries == length
+        mask = None
+        if num_queries > 1 and not is_causal:
+            position = torch.arange(length - num_queries, length).unsqueeze(1)
+            mask = torch.arange(length) <= position
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+            if is_folded:
+                mask = mask.repeat_interleave(batch.group_size, dim=0)
+        return _Row(
+            start=start,
+            end=end,
+            length=length,
+            run_start=first * batch.page_size if consecutive else -1,
+            pages=pages,
+            mask=mask,
+            is_folded=is_folded,
+            is_causal=is_causal,
+        )
+
+
+def paged_attention(
+    query_TNH: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+) -> Tensor:
+    """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H]."""
+    num_tokens, num_heads, head_size = query_TNH.shape
+    num_kv_heads = key_NSH.shape[0]
+    out_TD = torch.empty(num_tokens, num_heads * head_size, dtype=query_TNH.dtype)
+    for row in batch.rows():
+        key, value = _sequence(key_NSH, row, batch), _sequence(value_NSH, row, batch)
+        query = query_TNH[row.start : row.end]
+        if row.is_folded:
+            # [Q, N, H] -> [N_kv, Q * G, H]: the group becomes more queries of the same KV head.
+            count = row.end - row.start
+            query = query.view(count, num_kv_heads, -1, head_size).transpose(0, 1)
+            query = query.reshape(1, num_kv_heads, -1, head_size)
+            out = scaled_dot_product_attention(query, key, value, attn_mask=row.mask, scale=scale)
+            out = out.view(num_kv_heads, count, -1, head_size).transpose(0, 1)
+            out_TD[row.start : row.end].view(out.shape).copy_(out)
+        else:
+            out = scaled_dot_product_attention(
+                query.transpose(0, 1).unsqueeze(0),
+                key,
+                value,
+                attn_mask=row.mask,
+                is_causal=row.is_causal,
+                scale=scale,
+                enable_gqa=True,
+            )
+            out_TD[row.start : row.end].view(-1, num_heads, head_size).copy_(out[0].transpose(0, 1))
+    return out_TD
+
+
+def _sequence(cache_NSH: Tensor, row: _Row, batch: AttentionBatch) -> Tensor:
+    """The row's keys or values, [1, N, length, H]: a view when its pages are consecutive."""
+    if row.run_start >= 0:
+        return cache_NSH[:, row.run_start : row.run_start + row.length].unsqueeze(0)
+    num_kv_heads, _, head_size = cache_NSH.shape
+    paged = cache_NSH.view(num_kv_heads, -1, batch.page_size, head_size)
+    gathered = paged.index_select(1, row.pages).view(num_kv_heads, -1, head_size)
+    return gathered[:, : row.length].unsqueeze(0)

@@ -1,0 +1,36 @@
+"""Rotary tables: positions to rotations, for each kind of scaling. Built once per model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(head_size: int, theta: float) -> Tensor:
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    return 1.0 / theta**exponent
+
+
+def llama3_frequencies(freq: Tensor, factor: float, low: float, high: float, old: int) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / freq
+    blend = (old / wavelength - low) / (high - low)
+    smooth = (1 - blend) * freq / factor + blend * freq
+    stretched = torch.where(wavelength > old / low, freq / factor, freq)
+    is_between = (wavelength <= old / low) & (wavelength >= old / high)
+    return torch.where(is_between, smooth, stretched)
+
+
+def rotation_table(freq: Tensor, num_positions: int) -> Tensor:
+    """complex64 [positions, head_size / 2]: cos + i sin of position * frequency."""
+    angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), freq)
+    return torch.complex(angle.cos(), angle.sin())
+
+
+def interleave_pairs(rows: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows of each head from halves (i, i + H/2) to neighbours (2i, 2i + 1)."""
+    head_size = rows.shape[0] // num_heads
+    halves = rows.reshape(num_heads, 2, head_size // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,232 @@
+"""Checkpoint tensors to a Decoder: names, shapes, fusing and the numeric format of each weight.
+
+Reads one layer at a time, so that the checkpoint is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.layers.linear import LinearFormat
+from paceline.layers.rope import (
+    interleave_pairs,
+    inverse_frequencies,
+    llama3_frequencies,
+    rotation_table,
+)
+from paceline.models.decoder import Decoder, DecoderLayer
+from paceline.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+class WeightSource(Protocol):
+    """Named tensors under their Hugging Face names."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """How tensors are kept: linears through `linear`, tables and norms in the given dtypes."""
+
+    linear: LinearFormat
+    embedding: torch.dtype
+    norm: torch.dtype
+    device: torch.device
+    round_to: torch.dtype | None = None  # --dtype: round the checkpoint's values to this first
+
+
+class DummyWeights:
+    """Random weights of the right shapes, for --load-format dummy: nothing is read."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._shapes = dict(expected_shapes(spec))
+        self._seed = seed
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def load(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        # Seeded by name, so that a tensor does not depend on the order of loading.
+        seed = self._seed * 1_000_003 + sum(ord(c) * 31**i % 2**31 for i, c in enumerate(name))
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        return torch.randn(shape, generator=generator) * 0.02
+
+
+def expected_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a checkpoint of this spec."""
+    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
+    q_rows, kv_rows = spec.num_heads * head, spec.num_kv_heads * head
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("model.embed_tokens.weight", (spec.vocab_size, width)),
+        ("model.norm.weight", (width,)),
+    ]
+    if not spec.is_tied:
+        shapes.append(("lm_head.weight", (spec.vocab_size, width)))
+    for i in range(spec.num_layers):
+        at = f"model.layers.{i}."
+        shapes += [(at + "input_layernorm.weight", (width,))]
+        shapes += [(at + "post_attention_layernorm.weight", (width,))]
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", q_rows, width, spec.has_qkv_bias),
+            ("self_attn.k_proj", kv_rows, width, spec.has_qkv_bias),
+            ("self_attn.v_proj", kv_rows, width, spec.has_qkv_bias),
+            ("self_attn.o_proj", width, q_rows, spec.has_o_bias),
+            ("mlp.gate_proj", inner, width, spec.has_mlp_bias),
+            ("mlp.up_proj", inner, width, spec.has_mlp_bias),
+            ("mlp.down_proj", width, inner, spec.has_mlp_bias),
+        ):
+            shapes.append((f"{at}{name}.weight", (rows, columns)))
+            if has_bias:
+                shapes.append((f"{at}{name}.bias", (rows,)))
+        if spec.has_qk_norm:
+            shapes += [(at + "self_attn.q_norm.weight", (head,))]
+            shapes += [(at + "self_attn.k_norm.weight", (head,))]
+    return shapes
+
+
+def check_names(spec: ModelSpec, source: WeightSource) -> None:
+    """Name the first missing tensor or wrong shape; warn about tensors that nobody reads."""
+    names = source.names()
+    expected = dict(expected_shapes(spec))
+    missing = sorted(set(expected) - names)
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint has no tensor {missing[0]!r}{more}; "
+            f"a {spec.family} model of {spec.num_layers} layers needs it."
+        )
+    for name, shape in expected.items():
+        found = tuple(source.shape(name))
+        if found != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(found)}; config.json asks for {list(shape)}."
+            )
+    ignored = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
+    unused = sorted(n for n in names - set(expected) if not n.endswith(ignored))
+    if unused:
+        logger.warning("%d tensors are not used, for instance %s", len(unused), unused[0])
+
+
+def load_decoder(
+    spec: ModelSpec,
+    source: WeightSource,
+    formats: WeightFormats,
+    *,
+    max_model_len: int,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the decoder, layer by layer. `progress` gets a name and a share of the work."""
+    # The file's own head wins over the flag, as in transformers.
+    has_head = "lm_head.weight" in source.names()
+    check_names(spec, source)
+    read = _Reader(source, formats)
+    layers: list[DecoderLayer] = []
+    for i in range(spec.num_layers):
+        layers.append(_load_layer(spec, read, i))
+        if progress:
+            progress("weights", (i + 1) / (spec.num_layers + 1))
+    embedding = read.tensor("model.embed_tokens.weight")
+    head = read.tensor("lm_head.weight") if has_head else embedding
+    decoder = Decoder(
+        spec=spec,
+        embedding_VD=embedding.to(formats.device, formats.embedding),
+        layers=layers,
+        final_norm=read.norm("model.norm.weight"),
+        lm_head=formats.linear(head, None),
+        rotation=_rotation(spec, source, max_model_len).to(formats.device),
+    )
+    if progress:
+        progress("weights", 1.0)
+    return decoder
+
+
+@dataclass(slots=True)
+class _Reader:
+    source: WeightSource
+    formats: WeightFormats
+
+    def tensor(self, name: str) -> Tensor:
+        value = self.source.load(name)
+        return value if self.formats.round_to is None else value.to(self.formats.round_to)
+
+    def optional(self, name: str) -> Tensor | None:
+        return self.tensor(name) if name in self.source.names() else None
+
+    def norm(self, name: str) -> Tensor:
+        return self.tensor(name).to(self.formats.device, self.formats.norm)
+
+    def fused(
+        self, names: list[str], heads: list[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of several projections under each other; `heads` > 0 interleaves rotary pairs."""
+        weights = [self.tensor(f"{n}.weight") for n in names]
+        biases = [self.optional(f"{n}.bias") for n in names]
+        if heads is not None:
+            weights = [
+                interleave_pairs(w, h) if h else w for w, h in zip(weights, heads, strict=True)
+            ]
+            biases = [
+                interleave_pairs(b, h) if b is not None and h else b
+                for b, h in zip(biases, heads, strict=True)
+            ]
+        known = [b for b in biases if b is not None]
+        return torch.cat(weights), torch.cat(known) if known else None
+
+
+def _load_layer(spec: ModelSpec, read: _Reader, index: int) -> DecoderLayer:
+    at = f"model.layers.{index}."
+    linear = read.formats.linear
+    attention = [f"{at}self_attn.{x}_proj" for x in "qkv"]
+    qkv = read.fused(attention, [spec.num_heads, spec.num_kv_heads, 0])
+    gate_up = read.fused([at + "mlp.gate_proj", at + "mlp.up_proj"])
+    layer = DecoderLayer(
+        input_norm=read.norm(at + "input_layernorm.weight"),
+        qkv=linear(*qkv),
+        o=linear(*read.fused([at + "self_attn.o_proj"])),
+        post_norm=read.norm(at + "post_attention_layernorm.weight"),
+        gate_up=linear(*gate_up),
+        down=linear(*read.fused([at + "mlp.down_proj"])),
+    )
+    if spec.has_qk_norm:
+        layer.q_norm = interleave_pairs(read.norm(at + "self_attn.q_norm.weight"), 1)
+        layer.k_norm = interleave_pairs(read.norm(at + "self_attn.k_norm.weight"), 1)
+    return layer
+
+
+def _rotation(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Tensor:
+    rope = spec.rope
+    freq = inverse_frequencies(spec.head_size, rope.theta)
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        freq = llama3_frequencies(
+            freq,
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            rope.original_max_position,
+        )
+    elif rope.kind == "gguf_factors":
+        freq = freq / source.load("rope_freqs.weight").float()
+    return rotation_table(freq, max_model_len)

@@ -1,0 +1,174 @@
+"""Opens the weights of a checkpoint, tensor by tensor, under their Hugging Face names, on the CPU.
+
+Never decides where a tensor goes or in what dtype it computes; that is the model builder's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paceline.checkpoint.gguf_weights import GgufWeights
+from paceline.checkpoint.source import ModelFiles
+from paceline.errors import CheckpointError, nearest
+
+T = TypeVar("T")
+_HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Weights(Protocol):
+    """Tensors by name. `load` gives what is stored; quantised tensors come out as float32."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
+    """Open what `locate` found. `load_format` was honoured there; dummy weights have no files."""
+    if load_format == "dummy" or not files.weight_files:
+        raise CheckpointError(
+            f"{files.name} was located without weights (load format {load_format!r}), so there are "
+            "none to open."
+        )
+    if files.gguf is not None:
+        return _TorchGguf(GgufWeights(files.gguf, files.config))
+    if files.weight_files[0].suffix == ".safetensors":
+        return _SafetensorsWeights(files.weight_files)
+    return _PickledWeights(files.weight_files)
+
+
+class _SafetensorsWeights:
+    """Memory-mapped: a tensor's pages are read when it is used."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        # The package's own types are incomplete.
+        self._opened: list[Any] = []
+        self._file_of: dict[str, Any] = {}
+        self._where = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        for path in paths:
+            try:
+                file: Any = safe_open(str(path), framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise _damaged(path, "safetensors", error) from None
+            self._opened.append(file)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._of(name).get_slice(name).get_shape())
+
+    def load(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._of(name).get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        for file in self._opened:
+            file.__exit__(None, None, None)
+        self._opened.clear()
+        self._file_of.clear()
+
+    def _of(self, name: str) -> Any:
+        return _lookup(self._file_of, name, self._where)
+
+
+class _PickledWeights:
+    """pytorch_model.bin files. Only tensors are unpickled: a file cannot run code."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._where = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        for path in paths:
+            state = _load_pickle(path)
+            if not isinstance(state, dict):
+                raise CheckpointError(
+                    f"{path} holds a {type(state).__name__}, not a dictionary of tensors."
+                )
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            self._tensors.update(tensors)
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(_lookup(self._tensors, name, self._where).shape)
+
+    def load(self, name: str) -> torch.Tensor:
+        return _lookup(self._tensors, name, self._where).contiguous()
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            # Files from before torch 1.6 are no zip archives and cannot be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors, and Paceline runs no code from a "
+            f"checkpoint ({reason}). Fetch it again, or take the safetensors version."
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, "PyTorch", error) from None
+
+
+class _TorchGguf:
+    """Memory-mapped; each tensor is dequantised when it is loaded."""
+
+    def __init__(self, weights: GgufWeights) -> None:
+        self._weights = weights
+
+    def names(self) -> set[str]:
+        return self._weights.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def load(self, name: str) -> torch.Tensor:
+        dtype = _HALF.get(self._weights.kind(name))
+        if dtype is not None:
+            rows = torch.from_numpy(self._weights.raw(name).copy())
+            return rows.view(dtype).reshape(self.shape(name))
+        values = self._weights.load(name)
+        if not values.flags.writeable:  # float32 tensors are views of the file
+            values = values.copy()
+        return torch.from_numpy(values)
+
+    def close(self) -> None:
+        pass  # the mapping goes with the last array that looks at it
+
+
+def _lookup(table: dict[str, T], name: str, where: str) -> T:
+    found = table.get(name)
+    if found is None:
+        hint = nearest(name, table)
+        raise CheckpointError(
+            f"{where} holds no tensor named {name} (it holds {len(table)}).{hint}"
+        )
+    return found
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
+    size = path.stat().st_size if path.exists() else 0
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return CheckpointError(
+        f"{path} ({size} bytes) is a damaged {kind} file: {reason}. It may be truncated; fetch it "
+        "again."
+    )

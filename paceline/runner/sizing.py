@@ -1,0 +1,61 @@
+"""How many KV pages fit: bytes per page over target and draft layers, memory of each device.
+
+Pure arithmetic over numbers that the caller measured; no torch, so it is tested without a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config import GIB, CacheConfig
+from paceline.errors import ConfigError
+
+DEFAULT_CPU_KV_BYTES = 1 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """What the device has, in bytes; `used` counts weights, slot state and everybody else."""
+
+    total: int
+    used: int
+
+
+def page_bytes(page_size: int, bytes_per_token: list[int]) -> int:
+    """One page of every model that shares the table: target and draft layers."""
+    return page_size * sum(bytes_per_token)
+
+
+def num_pages(
+    cache: CacheConfig,
+    bytes_per_page: int,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    gpu: MemoryReading | None,
+    cpu_free_bytes: int,
+) -> int:
+    """Pages to allocate. Refuses a cache that cannot hold one sequence of max_model_len."""
+    per_sequence = -(-max_model_len // cache.block_size)
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    budget = _budget(cache, gpu, cpu_free_bytes)
+    # One page belongs to nobody (padding), and more than every sequence's worst case is idle.
+    pages = min(budget // bytes_per_page - 1, per_sequence * max_num_seqs)
+    if pages < per_sequence:
+        needed = (per_sequence + 1) * bytes_per_page
+        raise ConfigError(
+            f"the KV cache of {budget / GIB:.2f} GiB holds {max(pages, 0) * cache.block_size} "
+            f"tokens, but one sequence of max_model_len {max_model_len} needs "
+            f"{needed / GIB:.2f} GiB; raise --kv-cache-memory-bytes to {needed} or lower "
+            "--max-model-len."
+        )
+    return pages
+
+
+def _budget(cache: CacheConfig, gpu: MemoryReading | None, cpu_free_bytes: int) -> int:
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if gpu is not None:
+        return max(int(gpu.total * cache.gpu_memory_utilization) - gpu.used, 0)
+    return min(DEFAULT_CPU_KV_BYTES, cpu_free_bytes // 2)

@@ -1,0 +1,51 @@
+"""Turns a drafter's logits into draft tokens, and keeps what they were drawn from.
+
+Writes only the slot's draft distributions; the caller stores tokens and says if they are one-hot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import rng
+from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows, greedy
+from paceline.state.slots import Slots
+
+
+def propose_tokens(
+    logits_BV: Tensor,
+    slot_B: Tensor,
+    position_B: Tensor,
+    j: int,
+    slots: Slots,
+    *,
+    probabilistic: bool,
+) -> Tensor:
+    """Draft j of each row, int32 [B], for sequence position `position_B`.
+
+    Greedy, or with `probabilistic` drawn for rows with a temperature from their own temperature,
+    min_p, top_k and top_p; then q goes to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
+    """
+    best_B, bad_B = greedy(logits_BV)
+    if not probabilistic:
+        return best_B
+    assert slots.draft_probs_SKV is not None, "probabilistic drafts need draft_vocab_size"
+    knobs = Knobs(
+        slots.temperature_S[slot_B],
+        slots.top_k_S[slot_B],
+        slots.top_p_S[slot_B],
+        slots.min_p_S[slot_B],
+    )
+    position_B = position_B.to(torch.int32)
+    noise = Noise(slots.seed_S2[slot_B], position_B, torch.full_like(position_B, rng.DRAFT))
+    none_B = torch.full_like(position_B, -1)
+    alone = Drafts(none_B, torch.zeros_like(slot_B), none_B.to(torch.int8))
+    token_B, _ = draw_windows(logits_BV, knobs, noise, alone)
+    # A broken draft row proposes its argmax for certain: verification needs its q to say so.
+    certain_BV = torch.nn.functional.one_hot(token_B.to(torch.int64), logits_BV.shape[1])
+    prob_BV = distributions(logits_BV.masked_fill(bad_B[:, None], 0.0), knobs)
+    slots.draft_probs_SKV[slot_B, j, : logits_BV.shape[1]] = torch.where(
+        bad_B[:, None], certain_BV.to(torch.float32), prob_BV
+    )
+    return token_B

@@ -1,0 +1,92 @@
+"""Row surgery on results: which rows of a step are published, and the masks of late rows.
+
+Never changes slots or pages; it only selects and builds arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paceline.scheduler.live import LiveRequest
+from paceline.step import Bools, Ints, LateMasks, StepPlan, StepResult, TokenLogprobs
+
+
+def drop_rows(
+    plan: StepPlan, result: StepResult, keep_B: Bools
+) -> tuple[StepPlan, StepResult]:
+    """Plan and result with the rows of `keep_B` only."""
+    kept_plan = replace(
+        plan,
+        uid_B=plan.uid_B[keep_B],
+        slot_B=plan.slot_B[keep_B],
+        query_len_B=plan.query_len_B[keep_B],
+        k_B=plan.k_B[keep_B],
+        samples_B=plan.samples_B[keep_B],
+        length_bound_B=plan.length_bound_B[keep_B],
+        late_B=None if plan.late_B is None else plan.late_B[keep_B],
+    )
+    kept_result = replace(
+        result,
+        count_B=result.count_B[keep_B],
+        token_BW=result.token_BW[keep_B],
+        done_B=result.done_B[keep_B],
+        num_drafts_B=result.num_drafts_B[keep_B],
+        num_accepted_B=result.num_accepted_B[keep_B],
+        logprobs=_renumber(result.logprobs, keep_B),
+        prompt_logprobs=_renumber(result.prompt_logprobs, keep_B),
+        draft_BK=None if result.draft_BK is None else result.draft_BK[keep_B],
+    )
+    return kept_plan, kept_result
+
+
+def _renumber(entries: Sequence[TokenLogprobs], keep_B: Bools) -> Sequence[TokenLogprobs]:
+    if not entries:
+        return ()
+    new_row_B = np.cumsum(keep_B) - 1
+    return [replace(e, row=int(new_row_B[e.row])) for e in entries if keep_B[e.row]]
+
+
+def trim_prompt_logprobs(
+    plan: StepPlan, result: StepResult, requests: Mapping[int, LiveRequest]
+) -> list[TokenLogprobs]:
+    """Each prompt position once: a preempted prompt is computed again, from its beginning.
+
+    Entry j of a chunk that starts at position s is about prompt token s + 1 + j.
+    """
+    entries = []
+    for entry in result.prompt_logprobs:
+        live = requests.get(int(plan.uid_B[entry.row]))
+        if live is None:
+            continue
+        start = live.chunk_starts.pop(plan.step)
+        known = min(max(live.num_prompt_logprobs - start, 0), len(entry.rank))
+        live.num_prompt_logprobs = max(live.num_prompt_logprobs, start + len(entry.rank))
+        if known:
+            entry = replace(
+                entry,
+                ids=entry.ids[known:],
+                values=entry.values[known:],
+                rank=entry.rank[known:],
+            )
+        if len(entry.rank):
+            entries.append(entry)
+    return entries
+
+
+def late_masks(
+    plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int
+) -> LateMasks:
+    """Allowed tokens of the late rows, from what their requests have accepted so far."""
+    assert plan.late_B is not None
+    row_R: Ints = np.flatnonzero(plan.late_B).astype(np.int32)
+    mask_RWV = np.full((len(row_R), plan.k + 1, (vocab_size + 31) // 32), -1, np.int32)
+    for index, row in enumerate(row_R.tolist()):
+        live = requests.get(int(plan.uid_B[row]))
+        if live is None or live.constraint is None:
+            continue  # it ended in the step before: the device emits nothing for it
+        drafts = live.drafts[: int(plan.k_B[row])]
+        mask_RWV[index, : 1 + len(drafts)] = live.constraint.masks(drafts)
+    return LateMasks(row_R, mask_RWV)

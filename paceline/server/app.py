@@ -1,0 +1,232 @@
+"""The HTTP server: routes put together (`build_app`) and run from bind to exit (`run_server`).
+
+Owns the life of the process: listen first, load meanwhile, serve, drain on a signal, leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from paceline.server.chat import ChatEndpoint
+from paceline.server.completions import CompletionEndpoint
+from paceline.server.failures import NotReady
+from paceline.server.gate import Gate, RouteErrors
+from paceline.server.http import HttpServer
+from paceline.server.info import InfoEndpoints
+from paceline.server.listen import bind, connection_limit, request_limit, url_of
+from paceline.server.options import ServerOptions
+from paceline.server.service import DRAINING_RETRY_S, Client, Service
+from paceline.server.tokens import TokenEndpoints
+
+logger = logging.getLogger(__name__)
+
+ClientFactory = Callable[[], Client]
+# After the drain's limit: time for the last error events to reach their readers.
+_FLUSH_S = 1.0
+
+
+def build_app(client: Client | None, options: ServerOptions) -> Starlette:
+    """The ASGI application. Without a client it answers 503 until `app.state.service` has one."""
+    service = Service(options)
+    if client is not None:
+        service.attach(client)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start_pump()
+        yield
+        service.close()
+
+    routes = _routes(service)
+    middleware = [Middleware(Gate, options=options)]
+    if options.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+        middleware.insert(0, cors)  # outside: a refused request must be readable in a browser too
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: RouteErrors(r.path for r in routes)},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _routes(service: Service) -> list[Route]:
+    info, tokens = InfoEndpoints(service), TokenEndpoints(service)
+    return [
+        Route("/v1/chat/completions", ChatEndpoint(service).post, methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(service).post, methods=["POST"]),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{id:path}", info.model),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", info.health),
+        Route("/readyz", info.ready),
+        Route("/metrics", info.metrics),
+        Route("/version", info.version),
+    ]
+
+
+def run_server(
+    client_factory: ClientFactory,
+    options: ServerOptions,
+    *,
+    on_ready: Callable[[str, Client], None] | None = None,
+) -> int:
+    """Serve until a signal; returns the exit code. Runs in the main thread.
+
+    `client_factory` loads the model in a thread of its own while the server already answers
+    /health. `on_ready` gets the URL and the client once requests are served. What the factory
+    raises is raised here; a port that is in use is a PacelineError before anything is loaded.
+    """
+    sock = bind(options)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Life(client_factory, options, on_ready).run(sock))
+    finally:
+        sock.close()
+
+
+class _Life:
+    """One run of the server."""
+
+    def __init__(
+        self,
+        client_factory: ClientFactory,
+        options: ServerOptions,
+        on_ready: Callable[[str, Client], None] | None,
+    ) -> None:
+        self._factory = client_factory
+        self._on_ready = on_ready
+        self._max_connections = connection_limit(options)
+        limit = request_limit(options, self._max_connections)
+        if limit < options.max_waiting:
+            logger.info("max_waiting is %d, so that `ulimit -n` suffices", limit)
+        self._options = replace(options, max_waiting=limit)
+        self._signals = 0
+        self._wake = asyncio.Event()
+
+    async def run(self, sock: socket.socket) -> int:
+        app = build_app(None, self._options)
+        service: Service = app.state.service
+        service.on_change = self._wake.set
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        loaded = self._load(loop)
+        server = HttpServer(app, self._options, sock, self._max_connections)
+        await server.start()
+        client: Client | None = None
+        try:
+            client = await self._await_client(loaded)
+            if client is None:
+                return 0  # told to stop while loading
+            service.attach(client)
+            service.start_pump()
+            logger.info("serving %s on %s", service.model_names[0], url_of(sock))
+            if self._on_ready is not None:
+                self._on_ready(url_of(sock), client)
+            return await self._serve(service)
+        finally:
+            # A second signal means now: no farewell to connections either.
+            await server.stop(grace_s=0.0 if self._signals > 1 else _FLUSH_S)
+            service.close()
+            if client is not None:
+                client.close()
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._wake.set()
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Client]:
+        """Run the factory in a thread that never keeps the process from leaving."""
+        future: asyncio.Future[Client] = loop.create_future()
+
+        def settle(client: Client | None, error: BaseException | None) -> None:
+            if future.cancelled():
+                if client is not None:
+                    client.close()
+            elif error is not None:
+                future.set_exception(error)
+            elif client is not None:
+                future.set_result(client)
+
+        def work() -> None:
+            client, failure = None, None
+            try:
+                client = self._factory()
+            except BaseException as error:
+                failure = error
+            try:
+                loop.call_soon_threadsafe(settle, client, failure)
+            except RuntimeError:  # the loop is gone: we were told to stop
+                if client is not None:
+                    client.close()
+
+        threading.Thread(target=work, name="paceline-load", daemon=True).start()
+        return future
+
+    async def _await_client(self, loaded: asyncio.Future[Client]) -> Client | None:
+        while not loaded.done():
+            stopped = asyncio.create_task(self._wake.wait())
+            await asyncio.wait({loaded, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if self._signals:
+                loaded.cancel()
+                return None
+            self._wake.clear()
+        return loaded.result()
+
+    async def _serve(self, service: Service) -> int:
+        """Until a signal and the end of what runs then; 1 when the engine dies."""
+        while not self._signals and service.death is None:
+            await self._wake.wait()
+            self._wake.clear()
+        if service.death is None:
+            await self._drain(service)
+        if service.death is not None:
+            await asyncio.sleep(0)  # its readers are told in their own tasks
+            return 1
+        return 130 if self._signals > 1 else 0
+
+    async def _drain(self, service: Service) -> None:
+        limit_s = self._options.drain_timeout_s
+        logger.info(
+            "shutting down: %d requests run on for at most %g s; a second signal ends them",
+            len(service.jobs),
+            limit_s,
+        )
+        service.drain()
+        try:
+            async with asyncio.timeout(limit_s):
+                while service.jobs and self._signals < 2 and service.death is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except TimeoutError:
+            logger.warning("%d requests did not finish in time", len(service.jobs))
+        if service.jobs and service.death is None:
+            service.fail_all(
+                NotReady("The server is shutting down.", retry_after_s=DRAINING_RETRY_S)
+            )

@@ -1,0 +1,67 @@
+"""Reads request bodies, within limits: per request, all together, and in time. Never interprets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from paceline.errors import Overloaded
+from paceline.server.failures import HttpFailure
+from paceline.server.fields import parse
+from paceline.server.service import Service
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+BODY_TIMEOUT_S = 60.0
+# All bodies in memory at once, in multiples of the largest one.
+_MAX_BODIES = 16
+
+
+@asynccontextmanager
+async def read_request(request: Request, service: Service, kind: type[T]) -> AsyncIterator[T]:
+    """The typed request. Inside, its bytes count against what the server holds at once."""
+    async with read_body(request, service) as body:
+        yield parse(body, kind)
+
+
+@asynccontextmanager
+async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
+    limit = service.options.max_request_bytes
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
+        raise _too_large(int(announced), limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                service.body_bytes += len(chunk)
+                if size > limit:
+                    raise _too_large(size, limit)
+                if service.body_bytes > _MAX_BODIES * limit:
+                    raise Overloaded("Too many large requests arrive at once; try again later.")
+                chunks.append(chunk)
+        yield b"".join(chunks)
+    except TimeoutError:
+        raise HttpFailure(
+            408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
+        ) from None
+    except ClientDisconnect:
+        raise HttpFailure(499, "The client went away.") from None
+    finally:
+        service.body_bytes -= size
+
+
+def _too_large(size: int, limit: int) -> HttpFailure:
+    return HttpFailure(
+        413,
+        f"The request body has {size} bytes or more; this server takes {limit} "
+        "(--max-request-bytes).",
+        code="request_too_large",
+    )

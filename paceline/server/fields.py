@@ -1,0 +1,155 @@
+"""Which names a request may hold, and bytes to typed requests. Owns the field policy.
+
+A name is supported, has no effect on tokens (accepted), is OpenAI's and not built yet (400 unless
+its value asks for nothing), or is unknown (400 with the nearest name). None is ever dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.errors import InvalidRequest, nearest
+from paceline.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Bookkeeping for OpenAI's own service; whatever they hold, the tokens are the same.
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+    }
+)
+
+# OpenAI's fields that are not supported -> values that ask for nothing (null always does).
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (False,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": ([], ["text"]),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+_ADVICE = {
+    "reasoning_effort": " Steer a template that can think through chat_template_kwargs.",
+    "store": " Nothing is stored; send false.",
+    "best_of": " Ask for n choices and compare their logprobs.",
+}
+
+_PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
+_MAX_SHOWN = 80
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """The typed request in `body`, or InvalidRequest that says which field is wrong and why."""
+    raw = decode_object(body)
+    check_names(raw, kind)
+    try:
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _as_invalid(error) from None
+    except (OverflowError, ValueError) as error:  # an integer no float can hold
+        raise InvalidRequest(f"The request holds a number that cannot be used: {error}.") from None
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    if not body.strip():
+        raise InvalidRequest("The request body is empty; send a JSON object.")
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"The request body holds a value that cannot be used: {error}."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The request body is not UTF-8: {error}.") from None
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The request body is not JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(raw)}.")
+    return raw
+
+
+def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
+    known = kind.__struct_fields__
+    generates = kind in (ChatRequest, CompletionRequest)
+    for name, value in raw.items():
+        if name in known:
+            continue
+        if generates and name in WITHOUT_EFFECT:
+            continue
+        if generates and name in NOT_BUILT:
+            _refuse_unless_nothing(name, value, raw)
+            continue
+        raise InvalidRequest(_unknown(name, known), param=name[:_MAX_SHOWN])
+    for position, message in enumerate(_objects(raw.get("messages"))):
+        _check_nested(message, Message.__struct_fields__, f"messages[{position}]")
+    for options in _objects([raw.get("stream_options")]):
+        _check_nested(options, StreamOptions.__struct_fields__, "stream_options")
+
+
+def _refuse_unless_nothing(name: str, value: Any, raw: Mapping[str, Any]) -> None:
+    nothing = NOT_BUILT[name]
+    if name == "best_of" and raw.get("n") is not None:
+        nothing = (raw["n"],)  # best n of n is what n alone gives
+    if value is None or any(value == v and type(value) is type(v) for v in nothing):
+        return
+    advice = _ADVICE.get(name, "")
+    raise InvalidRequest(f"{name!r} is not supported yet; leave it away.{advice}", param=name)
+
+
+def _check_nested(raw: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for name in raw:
+        if name not in known:
+            raise InvalidRequest(_unknown(name, known), param=f"{where}.{name[:_MAX_SHOWN]}")
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    return f"Unknown field {name[:_MAX_SHOWN]!r}.{nearest(name[:_MAX_SHOWN], known)}"
+
+
+def _objects(values: Any) -> Iterable[dict[str, Any]]:
+    if not isinstance(values, list):
+        return ()
+    # Anything but an object is a type error, which conversion reports with its path.
+    return (v if isinstance(v, dict) else {} for v in values)
+
+
+def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec says where as `$.messages[0].role`; OpenAI's `param` is the same without `$.`."""
+    text = str(error)
+    match = _PATH.search(text)
+    param = match["path"] if match and match["path"] else None
+    reason = text[: match.start()] if match else text
+    missing = re.search(r"missing required field `(\w+)`", reason)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return InvalidRequest(f"{param!r} is missing.", param=param)
+    reason = reason.replace("`", "'")
+    return InvalidRequest(f"{param}: {reason}." if param else f"{reason}.", param=param)
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,220 @@
+"""One HTTP request while it generates: its sequences, what they gained and were not sent yet.
+
+Owns coalescing: whatever arrives while a reader is slow is joined into one pending piece per
+choice, so a stream never holds more than its own output. Never encodes, never sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+from paceline.observe.metrics import Latencies
+from paceline.request import Logprob
+from paceline.server.failures import GenerationFailed
+from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
+
+if TYPE_CHECKING:
+    from paceline.engine.assembly import Delta, Generation
+
+TokenTable = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What is known of a request before anything is submitted."""
+
+    id: str
+    model: str
+    created: int  # unix seconds
+    arrival_s: float  # time.monotonic, when the request's body was there
+    num_prompts: int
+    n: int
+    stream: bool
+    # Hold a choice back until the prompt's logprobs are there: its first piece shows them.
+    needs_prompt_logprobs: bool = False
+    # max_tokens 0 with echo: the engine samples one token, and nobody sees it.
+    prompt_only: bool = False
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice gained since the last piece of it was taken."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenTable] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        if delta.text:
+            self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+
+class Job:
+    """Choice c is sequence c % n of prompt c // n."""
+
+    def __init__(self, spec: JobSpec, latencies: Latencies) -> None:
+        self.spec = spec
+        self.generations: list[Generation] = []
+        self.prompt_logprobs: list[list[TokenTable | None] | None] = [None] * spec.num_prompts
+        self.num_tokens = [0] * self.num_choices  # output tokens per choice
+        self.error: PacelineError | None = None
+        self.gone = False  # the client is
+        self._latencies = latencies
+        self._pending: dict[int, Piece] = {}
+        self._num_open = self.num_choices
+        self._last_token_s = [0.0] * self.num_choices
+        self._waiter: asyncio.Future[None] | None = None
+        self._poked = False
+
+    @property
+    def num_choices(self) -> int:
+        return self.spec.num_prompts * self.spec.n
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has its last delta (which may still wait to be taken)."""
+        return self._num_open == 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished or self.gone or self.error is not None
+
+    # ---- the engine's side
+
+    def sink(self, prompt_idx: int) -> Callable[[list[Delta]], None]:
+        first = prompt_idx * self.spec.n
+
+        def take(deltas: list[Delta]) -> None:
+            now = time.monotonic()
+            for delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    self.prompt_logprobs[prompt_idx] = delta.prompt_logprobs
+                self._add(first + delta.index, delta, now)
+            if self.is_over or self.spec.stream:
+                self.wake()
+
+        return take
+
+    def fail(self, error: PacelineError) -> None:
+        if not self.is_over:
+            self.error = error
+            self.wake()
+
+    def leave(self) -> None:
+        """The client went away."""
+        self.gone = True
+        self.wake()
+
+    def _add(self, choice: int, delta: Delta, now: float) -> None:
+        count = len(delta.token_ids)
+        if count:
+            self._measure(choice, count, now)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            self._latencies.end_to_end(now - self.spec.arrival_s)
+            if delta.finish_reason in ("abort", "error"):
+                generation = self.generations[choice // self.spec.n]
+                self.error = self.error or generation.error or _ended_early(delta)
+        if self.spec.prompt_only:
+            delta.text, delta.token_ids, delta.logprobs = "", [], None
+            delta.stop_reason = None
+            if delta.finish_reason is not None:
+                delta.finish_reason = "length"
+        else:
+            self.num_tokens[choice] += count
+        piece = self._pending.get(choice)
+        if piece is None:
+            piece = self._pending[choice] = Piece(choice)
+        piece.add(delta)
+
+    def _measure(self, choice: int, count: int, now: float) -> None:
+        last = self._last_token_s[choice]
+        if last:
+            self._latencies.inter_token((now - last) / count, count)
+        else:
+            self._latencies.first_token(now - self.spec.arrival_s)
+        self._last_token_s[choice] = now
+
+    # ---- the reader's side
+
+    async def news(self) -> None:
+        """Return when there is something to take (streams), after a poke, or when it is over."""
+        while not (self.is_over or self._poked or (self.spec.stream and self._ready())):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def poke(self) -> None:
+        """Wake the reader without news."""
+        self._poked = True
+        self.wake()
+
+    def take_poke(self) -> bool:
+        poked, self._poked = self._poked, False
+        return poked
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> list[Piece]:
+        """The pending pieces, at most one per choice, in the order of choices."""
+        return [self._pending.pop(choice) for choice in self._ready()]
+
+    def _ready(self) -> list[int]:
+        if not self.spec.needs_prompt_logprobs or self.is_over:
+            return sorted(self._pending)
+        have = self.prompt_logprobs
+        return sorted(c for c in self._pending if have[c // self.spec.n] is not None)
+
+    # ---- accounts
+
+    def usage(self) -> Usage:
+        prompt = sum(len(g.prompt_token_ids) for g in self.generations)
+        completion = sum(self.num_tokens)
+        accepted = sum(g.metrics.num_accepted_tokens for g in self.generations)
+        drafted = sum(g.metrics.num_draft_tokens for g in self.generations)
+        cached = sum(_cached_once(g, self.spec.n) for g in self.generations)
+        return Usage(
+            prompt,
+            completion,
+            prompt + completion,
+            PromptTokensDetails(cached),
+            CompletionTokensDetails(accepted, max(0, drafted - accepted)),
+        )
+
+
+def _cached_once(generation: Generation, n: int) -> int:
+    """Cached tokens of the prompt, counted once as the prompt itself is.
+
+    The metric sums over n sequences, and all but the first find the prompt that the first one
+    computed; what is left after n - 1 whole prompts was cached before the request came.
+    """
+    of_siblings = (n - 1) * len(generation.prompt_token_ids)
+    return max(0, generation.metrics.num_cached_tokens - of_siblings)
+
+
+def _ended_early(delta: Delta) -> PacelineError:
+    if delta.finish_reason == "abort":
+        return GenerationFailed("The request was aborted by the server.")
+    return GenerationFailed("The engine could not finish this request; the server's log says why.")

@@ -1,0 +1,186 @@
+"""The listening socket and who gets in: binds, accepts, keeps below the limit of open files.
+
+Hands each connection to uvicorn's protocol; knows nothing of HTTP itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from paceline.errors import PacelineError
+from paceline.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+# Descriptors for everything that is not a connection: the engine's socket, files, the loop.
+RESERVED_FILES = 64
+# Connections that stay free for saying 429 when every other one holds a running request.
+SPARE_SHARE = 4
+HEADER_TIMEOUT_S = 30.0
+_ACCEPTS_PER_TURN = 64
+_RETRY_S = 0.05
+_ROOM_INTERVAL_S = 0.25
+_OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Connection(Protocol):
+    """What the acceptor needs of uvicorn's HttpToolsProtocol."""
+
+    cycle: Any  # the request in work or the last one; None before the first
+    transport: Any
+
+    def shutdown(self) -> None: ...
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The listening socket, before anything expensive happens."""
+    host, port = options.host, options.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise PacelineError(f"Cannot listen on {host!r}: {error.strerror}. Check --host.") from None
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PacelineError(
+                f"Port {port} on {host} is in use; stop who has it or choose another with --port."
+            ) from None
+        raise PacelineError(
+            f"Cannot listen on {host} port {port}: {error.strerror}. Check --host and --port."
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """An address that a client on this machine can use."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def connection_limit(options: ServerOptions) -> int:
+    """Raise the limit of open files as far as it goes and leave some for ourselves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        soft = 1 << 20
+    allowed = max(8, soft - RESERVED_FILES)
+    return min(allowed, options.max_connections or allowed)
+
+
+def request_limit(options: ServerOptions, max_connections: int) -> int:
+    """Most open requests: some connections are kept for refusing the others at once."""
+    return max(1, min(options.max_waiting, max_connections - max_connections // SPARE_SHARE))
+
+
+class Acceptor:
+    """Accepts while there is room. At the limit newcomers wait in the kernel's queue."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connections: Iterable[Connection],
+        make_protocol: Callable[[], asyncio.Protocol],
+        *,
+        max_connections: int,
+        write_timeout_s: float,
+    ) -> None:
+        self._sock = sock
+        self._connections = connections  # uvicorn's set, which it keeps itself
+        self._make_protocol = make_protocol
+        self._max = max_connections
+        self._write_timeout_ms = int(write_timeout_s * 1000)
+        self._num_open = 0
+        self._starting: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._is_listening = False
+        self._resume()
+
+    def close(self) -> None:
+        """Stop listening; open connections stay."""
+        self._is_closed = True
+        self._pause()
+        self._sock.close()
+
+    def lost(self) -> None:
+        """A connection has ended."""
+        self._num_open -= 1
+        self._resume()
+
+    def _resume(self) -> None:
+        if not self._is_closed and not self._is_listening and self._num_open < self._max:
+            self._is_listening = True
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        if self._is_listening:
+            self._is_listening = False
+            self._loop.remove_reader(self._sock.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            if self._num_open >= self._max:
+                self._pause()
+                self._make_room()
+                return
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_FILES:
+                    raise
+                # Someone else in this process holds the files; what waits in the queue stays.
+                logger.warning("cannot accept: %s; trying again", error.strerror)
+                self._pause()
+                self._make_room()
+                self._loop.call_later(_RETRY_S, self._resume)
+                return
+            self._num_open += 1
+            self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # The kernel ends a connection whose peer acknowledges or reads nothing for so long;
+            # for us that is a client that went away.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._write_timeout_ms)
+        task = self._loop.create_task(self._connect(sock))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, sock)
+        except OSError:
+            sock.close()
+            self.lost()
+
+    def _make_room(self) -> None:
+        """End connections that wait for a next request, and those that will, until there is room."""
+        for connection in list(self._connections):
+            if connection.cycle is not None:  # a fresh one is about to ask
+                connection.shutdown()
+        if not self._is_closed and self._num_open >= self._max:
+            self._loop.call_later(_ROOM_INTERVAL_S, self._make_room)

@@ -1,0 +1,64 @@
+"""What `paceline serve` may be told about HTTP. Frozen values; never opens a socket.
+
+Kept apart from the server itself, so that the command line can list the flags without its extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from paceline.errors import ConfigError
+
+MIB = 1 << 20
+UvicornLogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+def _opt(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The HTTP side. Names are vLLM's where it has them."""
+
+    host: str = _opt("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
+    port: int = _opt(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = _opt(None, "clients must send it as a bearer token; PACELINE_API_KEY")
+    served_model_name: tuple[str, ...] = _opt(
+        (), "names the model answers to; replies use the first"
+    )
+    allowed_origins: tuple[str, ...] = _opt(
+        (), "web origins that may call the server (CORS); * is all"
+    )
+    chat_template: str | None = _opt(None, "file or text of a template instead of the model's own")
+    trust_request_chat_template: bool = _opt(False, "let a request bring its own chat_template")
+    max_waiting: int = _opt(1024, "most sequences waiting or running; more are answered 429 (ours)")
+    max_request_bytes: int = _opt(16 * MIB, "largest request body; more is answered 413 (ours)")
+    max_connections: int | None = _opt(None, "most open connections; default by `ulimit -n` (ours)")
+    drain_timeout_s: float = _opt(30.0, "time for running requests after SIGTERM or Ctrl-C (ours)")
+    write_timeout_s: float = _opt(120.0, "drop a client that reads nothing for so long (ours)")
+    keep_alive_timeout_s: int = _opt(75, "close an idle connection after so long (ours)")
+    uvicorn_log_level: UvicornLogLevel = _opt("warning", "level of uvicorn's own log lines")
+    enable_request_logging: bool = _opt(True, "one log line per HTTP request (ours)")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535.")
+        for name in ("max_waiting", "max_request_bytes", "max_connections", "write_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        for name in ("drain_timeout_s", "keep_alive_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
+        if self.api_key == "":
+            raise ConfigError("api_key is empty; leave it away for a server without a key.")
+
+
+def server_option_fields() -> Iterator[tuple[Field[Any], Any]]:
+    """(field, resolved type) of every server option, in order, for the CLI and the docs."""
+    hints = get_type_hints(ServerOptions)
+    for f in fields(ServerOptions):
+        yield f, hints[f.name]

@@ -1,0 +1,124 @@
+"""Request fields to SamplingParams: the request's value, else the model's default, else OpenAI's.
+
+Knows no engine and no text; what values may be is checked by SamplingParams itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import InvalidRequest
+from paceline.request import SamplingParams
+from paceline.server.requests import ChatRequest, CompletionRequest, GenerateFields
+
+OPENAI_COMPLETION_TOKENS = 16
+# Each emitted text is searched for every stop string in the front process, which all streams
+# share; OpenAI allows 4.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+
+# Fields that go to SamplingParams under their own name.
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "seed",
+    "skip_special_tokens",
+    "prompt_logprobs",
+    "logits_processors",
+    "extra_args",
+    "num_speculative_tokens",
+)
+
+
+def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Chat without max_tokens may fill the room that the prompt leaves."""
+    new, old = request.max_completion_tokens, request.max_tokens
+    if new is not None and old is not None and new != old:
+        raise InvalidRequest(
+            f"max_completion_tokens is {new} and max_tokens is {old}; send one of them.",
+            param="max_completion_tokens",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+    values = _common(request, defaults)
+    asked = new if new is not None else old
+    if asked is not None:
+        values["max_tokens"] = asked
+    values.setdefault("max_tokens", None)
+    values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    return _build(values, request)
+
+
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Text completion without max_tokens gives OpenAI's 16."""
+    values = _common(request, defaults)
+    if request.max_tokens is not None:
+        values["max_tokens"] = request.max_tokens
+    values.setdefault("max_tokens", OPENAI_COMPLETION_TOKENS)
+    if values["max_tokens"] == 0 and request.echo:
+        # Scores the prompt alone: the engine must sample a token, and the reply leaves it out.
+        values["max_tokens"], values["min_tokens"] = 1, 0
+    values["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return _build(values, request)
+
+
+def scores_prompt_only(request: CompletionRequest) -> bool:
+    return bool(request.echo) and request.max_tokens == 0
+
+
+def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    _check_stop(request.stop)
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
+    values = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _build(values: Mapping[str, Any], request: GenerateFields) -> SamplingParams:
+    try:
+        return SamplingParams.from_mapping(values)
+    except InvalidRequest as error:
+        # The field that the client wrote, where ours has another name.
+        if isinstance(request, ChatRequest):
+            if error.param == "max_tokens" and request.max_completion_tokens is not None:
+                error.param = "max_completion_tokens"
+            elif error.param == "logprobs":
+                error.param = "top_logprobs"
+        raise
+
+
+def _check_stop(stop: str | list[str] | None) -> None:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are searched.",
+            param="stop",
+        )
+    longest = max((len(s) for s in strings), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise InvalidRequest(
+            f"stop holds a string of {longest} characters; at most {MAX_STOP_CHARS} are searched.",
+            param="stop",
+        )

@@ -1,0 +1,54 @@
+"""KV pages and the page table. Drafter layers are more layers over the same table.
+
+Page `padding_page` belongs to nobody. Only the step writes pages; only staging writes the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class LayerPages:
+    """Keys and values of one layer, head-major: [N, pages * page_size, H]."""
+
+    key_NSH: Tensor
+    value_NSH: Tensor
+
+
+class Pages:
+    """One table for all layers, target and draft; one pair of tensors per layer."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.padding_page = num_pages
+        self.page_size = page_size
+        self.max_pages_per_slot = -(-max_model_len // page_size)
+        self.device = device
+        # -1: no page yet.
+        self.table_SP = torch.full(
+            (num_slots + 1, self.max_pages_per_slot), -1, dtype=torch.int32, device=device
+        )
+
+    def add_layers(
+        self, count: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    ) -> list[LayerPages]:
+        """Storage for `count` more layers. Memory is touched, and so taken, only when written."""
+        shape = (num_kv_heads, (self.num_pages + 1) * self.page_size, head_size)
+        return [
+            LayerPages(
+                torch.empty(shape, dtype=dtype, device=self.device),
+                torch.empty(shape, dtype=dtype, device=self.device),
+            )
+            for _ in range(count)
+        ]

@@ -1,0 +1,73 @@
+"""The only door from host to device: what a plan changes in slot state and page tables.
+
+`collect` runs on the loop thread and touches no tensor; `apply` runs in stream order, just before
+the step that needs it, so a slot or page may change hands between two steps already planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from paceline.state.pages import Pages
+from paceline.state.slots import Slots
+from paceline.step import PageAppends, SlotInit
+
+# Values of one slot by the name of the Slots tensor; shorter arrays are padded with its default.
+SlotRow = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWrites:
+    admissions: Sequence[tuple[SlotInit, SlotRow]]
+    page_appends: PageAppends | None
+
+
+class Staging:
+    """Writes staged rows into the tensors of `slots` and `pages`."""
+
+    def __init__(self, slots: Slots, pages: Pages) -> None:
+        tensors = {name: t for name, t in vars(slots).items() if isinstance(t, Tensor)}
+        # A CPU tensor shares its memory with numpy, whose small writes cost a tenth of torch's.
+        self._views = {name: t.numpy() for name, t in tensors.items()}
+        self._defaults = {name: view.flat[0] for name, view in self._views.items()}
+        self._table = pages.table_SP.numpy()
+
+    def apply(self, writes: StagedWrites) -> None:
+        for init, row in writes.admissions:
+            self._admit(init, row)
+        appends = writes.page_appends
+        if appends is not None:
+            self._table[appends.slot, appends.index] = appends.page
+
+    def _admit(self, init: SlotInit, row: SlotRow) -> None:
+        views, slot = self._views, init.slot
+        num_tokens = len(init.tokens)
+        views["tokens_SL"][slot, :num_tokens] = init.tokens
+        views["num_tokens_S"][slot] = num_tokens
+        views["num_computed_S"][slot] = init.num_cached
+        views["prompt_len_S"][slot] = init.prompt_len
+        views["prefill_len_S"][slot] = num_tokens
+        views["max_len_S"][slot] = init.max_len
+        # Nothing of the former owner may survive: drafts and codes are cleared, not inherited.
+        views["done_S"][slot] = 0
+        views["drafts_SK"][slot] = -1
+        views["drafts_onehot_S"][slot] = True
+        for name, value in row.items():
+            self._write(name, slot, value)
+        self._table[slot] = -1
+        self._table[slot, : len(init.pages)] = init.pages
+
+    def _write(self, name: str, slot: int, value: Any) -> None:
+        view = self._views[name]
+        if view.ndim == 1:
+            view[slot] = value
+            return
+        view[slot] = self._defaults[name]
+        array = np.asarray(value)
+        if array.size:
+            view[slot, : len(array)] = array

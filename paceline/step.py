@@ -1,0 +1,161 @@
+"""What scheduler and runner exchange: plans go down, results come up. No torch, no policy.
+
+Shape letters: B rows of the step, K drafts, W = K + 1 window, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.request import EngineRequest
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A request takes a slot: everything the device must know that a step does not compute.
+
+    A resumed request comes with its output so far: `tokens` is prompt + output and must be
+    recomputed (prefilled) from `num_cached` on; `prompt_len` stays the prompt's.
+    """
+
+    slot: int
+    request: EngineRequest
+    tokens: Ints  # prompt, or prompt + output when resumed
+    prompt_len: int
+    num_cached: int  # positions whose KV is already in `pages` (a prefix hit)
+    max_len: int  # committed length at which the device ends the request (LENGTH)
+    pages: Ints  # the slot's page table so far, in order
+
+
+@dataclass(frozen=True, slots=True)
+class PageAppends:
+    """New entries of page tables: table[slot, index] = page, in launch order."""
+
+    slot: Ints
+    index: Ints
+    page: Ints
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One device step. Holds no token value of a running request: the device has the truth.
+
+    Row i computes `query_len_B[i]` positions of slot `slot_B[i]`, from the slot's own
+    num_computed on. Prefill rows: the chunk length. Verify and decode rows: 1 + k_B[i] (last
+    committed token and k_i drafts). Rows are ordered: sampling rows of width 1 + k first, then
+    prefill chunks.
+    """
+
+    step: int  # counts from 1, no gaps
+    k: int  # drafts that the step proposes for each sampling row, and the widest k_B
+    uid_B: Longs  # the request each row belongs to
+    slot_B: Ints
+    query_len_B: Ints
+    k_B: Ints  # drafts verified by the row; 0 for prefill chunks
+    samples_B: Bools  # False for a non-final prefill chunk
+    length_bound_B: Ints  # >= the row's true KV length after this step
+    admissions: Sequence[SlotInit] = ()
+    page_appends: PageAppends | None = None
+    late_B: Bools | None = None  # rows whose token masks arrive through bind()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slot_B)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_len_B.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LateMasks:
+    """Token masks for the late rows of a step, bound after the previous result was committed.
+
+    mask_RWV: bit v of word v // 32 set = token v allowed at window position w of plan row
+    `row_R[r]`. Positions past the row's k_B are ignored.
+    """
+
+    row_R: Ints
+    mask_RWV: Ints  # [R, W, ceil(V / 32)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of emitted (or prompt) tokens of one row: raw model distribution.
+
+    Entry 0 of the last axis is the token itself, then the top ones in descending order.
+    `rank` is the token's own rank, from 1.
+    """
+
+    row: int  # plan row
+    ids: Ints  # [positions, 1 + top]
+    values: Floats  # [positions, 1 + top]
+    rank: Ints  # [positions]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did, row by row in the order of its plan. Belongs to the plan's requests."""
+
+    step: int
+    count_B: Ints  # tokens emitted; 0 for a non-final chunk or a row that was already done
+    token_BW: Ints  # emitted tokens, -1 after count
+    done_B: Ints  # request.Done codes
+    num_drafts_B: Ints  # real drafts (not -1) that were verified
+    num_accepted_B: Ints  # drafts among the emitted tokens; never the bonus
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # for prompt positions computed by this step
+    draft_BK: Ints | None = None  # the drafts proposed for the next step; only for late plans
+    device_start_s: float = 0.0  # time.perf_counter (device clock on CUDA)
+    device_end_s: float = 0.0
+
+
+class InFlightStep(Protocol):
+    """A launched step."""
+
+    def bind(self, late: LateMasks) -> None:
+        """Deliver the masks of a plan with late rows; exactly once, and only for those."""
+
+    def wait(self) -> StepResult:
+        """Block until the result (not the drafting) is there. Raises what the device raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the host needs to know of a runner; sent to the front process as well."""
+
+    num_pages: int  # pages that may be handed out; the padding page is not among them
+    page_size: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    max_k: int  # 0 without a drafter
+    draft_lookahead: int  # extra positions past the window whose KV the drafter writes
+    model_name: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    weights_bytes: int = 0
+    kv_cache_bytes: int = 0
+    extras: dict[str, str] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Runs plans in launch order on one device. Never plans, never sees text."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Queue a step and return at once."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,210 @@
+"""Token ids of one request to text as they arrive: whole characters, and stop strings never shown.
+
+Owns the text that is held back. Never decides the stops that the device decides (EOS, lengths).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenizers.decoders import DecodeStream
+
+from paceline.text.tokenizer import Tokenizer
+
+# Tokens of the prompt that the first output token is decoded after: enough for any character.
+_CONTEXT_TOKENS = 6
+# A character has at most four bytes, so that a longer run of unshown tokens is broken UTF-8.
+_MOST_PENDING = 16
+_BROKEN = "\ufffd"
+
+
+class TextDelta(NamedTuple):
+    """Text that may be shown now, how many of the pushed tokens count, the stop string found."""
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+class Detokenizer:
+    """Push the tokens of each step; the texts that come back, joined, are the output's text.
+
+    A stop string counts when the token that completes it is number `min_tokens` or later.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._pending: list[int] = []  # tokens whose text has not come out yet
+        self._stream = self._after_prompt(prompt_ids)
+        self._num_tokens = 0
+        self._min_tokens = min_tokens
+        self._stops = _Stops(stop, include_stop) if stop else None
+        self._stopped: str | None = None
+
+    def push(self, ids: Sequence[int], finished: bool) -> TextDelta:
+        """Take the next tokens; `finished` when the request ends with them."""
+        if self._stopped is not None:
+            return TextDelta("", 0, self._stopped)
+        if self._stops is None:
+            return self._push_plain(ids, finished)
+        return self._push_watching(ids, finished, self._stops)
+
+    def _push_plain(self, ids: Sequence[int], finished: bool) -> TextDelta:
+        text = ""
+        for token_id in ids:
+            piece = self._step(token_id)
+            if piece:
+                text += piece
+        if finished:
+            text += self._flush()
+        return TextDelta(text, len(ids))
+
+    def _push_watching(self, ids: Sequence[int], finished: bool, stops: _Stops) -> TextDelta:
+        shown = ""
+        for count, token_id in enumerate(ids, 1):
+            piece = self._step(token_id)
+            self._num_tokens += 1
+            if not piece:
+                continue
+            text, self._stopped = stops.feed(piece, self._num_tokens >= self._min_tokens)
+            shown += text
+            if self._stopped is not None:
+                return TextDelta(shown, count, self._stopped)
+        if finished:
+            piece = self._flush()
+            if piece:
+                text, self._stopped = stops.feed(piece, self._num_tokens >= self._min_tokens)
+                shown += text
+            if self._stopped is None:
+                shown += stops.release()
+        return TextDelta(shown, len(ids), self._stopped)
+
+    def _step(self, token_id: int) -> str | None:
+        """The text that this token completes, if any."""
+        try:
+            piece: str | None = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:
+            # The stream gives up when bytes that follow change how earlier ones decode, which
+            # broken UTF-8 can do. What was shown stays; the rest is decoded on its own.
+            self._pending.append(token_id)
+            return self._restart(len(self._pending))
+        if piece:
+            if self._pending:
+                self._pending.clear()
+            return piece
+        self._pending.append(token_id)
+        if len(self._pending) > _MOST_PENDING:
+            return self._cut_pending()
+        return None
+
+    def _cut_pending(self) -> str | None:
+        """Let go of a run of broken UTF-8: the stream would decode all of it again every token."""
+        whole = self._decode(self._pending)
+        for keep in range(4, _MOST_PENDING):
+            cut = len(self._pending) - keep
+            if self._decode(self._pending[:cut]) + self._decode(self._pending[cut:]) == whole:
+                return self._restart(cut)
+        return self._restart(len(self._pending))
+
+    def _restart(self, cut: int) -> str | None:
+        """Show the first `cut` pending tokens as they are; the others go through a new stream."""
+        text = self._decode(self._pending[:cut])
+        rest, self._pending = self._pending[cut:], []
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        for token_id in rest:
+            text += self._step(token_id) or ""
+        return text or None
+
+    def _flush(self) -> str:
+        """What is left at the end: characters that never became whole, as U+FFFD."""
+        text = self._decode(self._pending)
+        self._pending.clear()
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+
+    def _after_prompt(self, prompt_ids: Sequence[int]) -> DecodeStream:
+        """A stream that stands behind the prompt's last whole character.
+
+        Some tokenizers drop the space of the first token they decode, so the output must not be
+        decoded alone. Tokens of a character that the output will complete are pending.
+        """
+        context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        split = len(context)
+        while split and self._decode(context[:split]).endswith(_BROKEN):
+            split -= 1
+        if split and len(context) - split < 4:
+            stream = DecodeStream(context[:split], self._skip_special)
+            unfinished = context[split:]
+        else:  # nothing but broken characters: there is no context to keep
+            stream = DecodeStream(skip_special_tokens=self._skip_special)
+            unfinished = []
+        for token_id in unfinished:
+            stream.step(self._tokenizer.backend, token_id)
+            self._pending.append(token_id)
+        return stream
+
+
+class _Stops:
+    """Looks for stop strings in a growing text, as if it came one character at a time."""
+
+    def __init__(self, stop: tuple[str, ...], include_stop: bool) -> None:
+        self._stop = stop
+        self._include = include_stop
+        self._reach = max(map(len, stop)) - 1
+        # With the stop string shown there is nothing to hold back.
+        self._prefixes = set() if include_stop else {s[:n] for s in stop for n in range(1, len(s))}
+        # Most pieces hold neither a character that ends a stop string nor one that ends a prefix.
+        self._final_chars = frozenset(s[-1] for s in stop)
+        self._prefix_chars = frozenset(p[-1] for p in self._prefixes)
+        self._tail = ""  # the last characters seen, as far as a stop string can reach back
+        self._num_held = 0  # how many of them have not been shown
+
+    def feed(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string that the piece completes)"""
+        text = self._tail + piece
+        shown_to = len(self._tail) - self._num_held
+        if may_stop and not self._final_chars.isdisjoint(piece):
+            end, start, found = self._first(text, len(self._tail))
+            if found is not None:
+                return text[shown_to : end if self._include else start], found
+        held = self._held(text)
+        self._tail = text[-self._reach :] if self._reach else ""
+        self._num_held = held
+        return text[shown_to : len(text) - held], None
+
+    def release(self) -> str:
+        """The held text; the request ended before it became a stop string."""
+        held = self._tail[len(self._tail) - self._num_held :]
+        self._num_held = 0
+        return held
+
+    def _first(self, text: str, seen: int) -> tuple[int, int, str | None]:
+        """(end, start, stop) of the match that ends first beyond `seen`; then the longest."""
+        best: tuple[int, int, str | None] = (len(text) + 1, 0, None)
+        for stop in self._stop:
+            start = text.find(stop, max(0, seen - len(stop) + 1))
+            if start >= 0 and (start + len(stop), start) < best[:2]:
+                best = (start + len(stop), start, stop)
+        return best
+
+    def _held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        if text[-1] not in self._prefix_chars:
+            return 0
+        for length in range(min(self._reach, len(text)), 0, -1):
+            if text[-length:] in self._prefixes:
+                return length
+        return 0

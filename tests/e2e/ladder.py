@@ -1,0 +1,180 @@
+"""The ladder's rungs: what varies, the pairwise cover of it, and how one rung is run.
+
+Every rung must emit exactly the tokens of transformers' greedy generate, in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from tests.tiny import FAMILIES, VOCAB, greedy_reference, save_noisy_draft, save_tiny
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "family": FAMILIES,
+    "run_ahead": (0, 1, 2),
+    "drafter": ("none", "ngram", "draft_model"),
+    "k": (1, 2, 3, 4, 5, 6, 7),
+    "request_k": ("all", "mixed"),  # mixed: some requests ask for 0 or fewer drafts
+    "chunk": (2048, 37, 16),
+    "prefix_cache": (True, False),
+    "pool": ("roomy", "tight"),  # tight: preemption is forced
+    "block_size": (16, 4),
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    family: str
+    run_ahead: int
+    drafter: str
+    k: int
+    request_k: str
+    chunk: int
+    prefix_cache: bool
+    pool: str
+    block_size: int
+
+    def __str__(self) -> str:
+        cache_name = "cache" if self.prefix_cache else "nocache"
+        return (
+            f"{self.family}-depth{self.run_ahead}-{self.drafter}-k{self.k}-{self.request_k}"
+            f"-chunk{self.chunk}-{cache_name}-{self.pool}-block{self.block_size}"
+        )
+
+
+def pairwise() -> list[Rung]:
+    """A small set in which every pair of values of two axes occurs: greedy, seeded."""
+    names = list(AXES)
+    pairs = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]
+    }
+    rng = random.Random(0)
+    rungs: list[Rung] = []
+    while pairs:
+        candidates = [{n: rng.choice(AXES[n]) for n in names} for _ in range(60)]
+        best = max(candidates, key=lambda c: len(_covered(c, names) & pairs))
+        gained = _covered(best, names) & pairs
+        if not gained:
+            a, x, b, y = sorted(pairs, key=str)[0]
+            best = {**best, a: x, b: y}
+            gained = _covered(best, names) & pairs
+        pairs -= gained
+        rungs.append(Rung(**best))
+    return rungs
+
+
+def product() -> list[Rung]:
+    """Every rung of one family; K is walked for the drafters that draft."""
+    rungs = []
+    for values in itertools.product(*(AXES[n] for n in AXES if n != "family")):
+        rung = Rung("llama", *values)
+        if rung.drafter == "none" and (rung.k > 1 or rung.request_k == "mixed"):
+            continue
+        rungs.append(rung)
+    return rungs
+
+
+def _covered(values: dict[str, Any], names: list[str]) -> set[tuple[Any, ...]]:
+    return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}
+
+
+class Workshop:
+    """Tiny checkpoints and their reference tokens, made once per session."""
+
+    max_tokens = 40
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.target = cache(self._target)
+        self.draft_folder = cache(self._draft_folder)
+        self.expected = cache(self._expected)
+
+    def _target(self, family: str) -> Any:
+        return save_tiny(self._folder / family, family)
+
+    def target_folder(self, family: str) -> str:
+        self.target(family)
+        return str(self._folder / family)
+
+    def _draft_folder(self, family: str) -> str:
+        folder = self._folder / f"{family}-draft"
+        save_noisy_draft(folder, self.target(family), noise=0.06)
+        return str(folder)
+
+    def _expected(self, family: str) -> list[list[int]]:
+        model = self.target(family)
+        return [greedy_reference(model, p, self.max_tokens) for p in PROMPTS]
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    shared = [rng.randrange(3, VOCAB) for _ in range(33)]
+    phrase = [rng.randrange(3, VOCAB) for _ in range(5)]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 15, 16, 17, 48, 230)]
+    prompts += [[*shared, rng.randrange(3, VOCAB)] for _ in range(2)]
+    prompts += [shared[:32], shared[:32], phrase * 6]
+    return prompts
+
+
+PROMPTS = _prompts()
+
+
+def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str, int]]:
+    """Tokens of every prompt under this rung, and what happened on the way."""
+    max_seqs = 6
+    options: dict[str, Any] = {
+        "model": workshop.target_folder(rung.family),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "run_ahead": rung.run_ahead,
+        "max_num_seqs": max_seqs,
+        "max_num_batched_tokens": max(rung.chunk, max_seqs * (rung.k + 1)),
+        "enable_prefix_caching": rung.prefix_cache,
+        "block_size": rung.block_size,
+        "cpu_threads": 1,
+        "engine_in_process": True,
+    }
+    if rung.pool == "tight":
+        # One full sequence fits and little more: running several means preempting.
+        options["num_gpu_blocks_override"] = 272 // rung.block_size
+    if rung.drafter != "none":
+        options["speculative_config"] = {
+            "method": rung.drafter,
+            "num_speculative_tokens": rung.k,
+            "adaptive": False,
+        }
+    if rung.drafter == "ngram":
+        options["speculative_config"]["prompt_lookup_min"] = 1
+    if rung.drafter == "draft_model":
+        options["speculative_config"]["model"] = workshop.draft_folder(rung.family)
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=workshop.max_tokens,
+            detokenize=False,
+            num_speculative_tokens=_request_k(rung, i),
+        )
+        for i in range(len(PROMPTS))
+    ]
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    with LLM(**options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    seen = {
+        "preemptions": sum(o.metrics.num_preemptions for o in outputs),
+        "accepted": sum(o.metrics.num_accepted_tokens for o in outputs),
+        "drafted": sum(o.metrics.num_draft_tokens for o in outputs),
+        "cached": sum(o.metrics.num_cached_tokens for o in outputs),
+    }
+    return [list(o.outputs[0].token_ids) for o in outputs], seen
+
+
+def _request_k(rung: Rung, index: int) -> int | None:
+    if rung.drafter == "none" or rung.request_k == "all":
+        return None
+    return min(index % 4, rung.k)

@@ -1,0 +1,200 @@
+"""Drives an Engine over a FakeRunner and collects what it publishes, checking every message.
+
+Never looks into the engine except through its own consistency checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.messages import StepMessage, decode
+from paceline.request import Done, EngineRequest, SamplingParams
+from paceline.scheduler.events import TokenConstraint
+from paceline.step import RunnerInfo, StepPlan
+from tests.fakes import FakeRunner
+
+
+def engine_config(info: RunnerInfo, *, depth: int = 0, **keywords: Any) -> EngineConfig:
+    """A config that agrees with the runner's own numbers."""
+    adaptive = keywords.pop("adaptive", False)
+    if info.max_k and "speculative_config" not in keywords:
+        keywords["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": info.max_k,
+            "adaptive": adaptive,
+        }
+    keywords.setdefault("max_num_batched_tokens", max(64, info.num_slots * (info.max_k + 1)))
+    return EngineConfig.from_keywords(max_num_seqs=info.num_slots, run_ahead=depth, **keywords)
+
+
+def request(
+    uid: int,
+    prompt: list[int],
+    *,
+    max_tokens: int | None = 8,
+    eos: tuple[int, ...] = (),
+    priority: int = 0,
+    **params: Any,
+) -> EngineRequest:
+    params.setdefault("seed", 0)
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return EngineRequest(uid, prompt, sampling, eos_token_ids=eos, priority=priority)
+
+
+@dataclass
+class Stream:
+    """What the front has seen of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    done: Done = Done.RUNNING
+    num_cached: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    logprob_ids: list[int] = field(default_factory=list)
+    prompt_logprob_ids: list[int] = field(default_factory=list)
+    reason: str = ""
+
+
+class Front:
+    """The other end of the engine's messages."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+        self.messages: list[StepMessage] = []
+        self.num_wasted_rows = 0
+        self.bubble_s = 0.0
+
+    def receive(self, data: bytes) -> None:
+        message = decode(data)
+        assert isinstance(message, StepMessage)
+        self.messages.append(message)
+        self.num_wasted_rows += message.gauges.num_wasted_rows
+        self.bubble_s += message.gauges.bubble_s
+        for uid, num_cached in message.events.admitted:
+            self.streams[uid].num_cached.append(num_cached)
+        for uid in message.events.preempted:
+            self.streams[uid].num_preemptions += 1
+        for row in range(len(message.uid_B)):
+            self._receive_row(message, row)
+        for entry in message.logprobs:
+            stream = self.streams[int(message.uid_B[entry.row])]
+            stream.logprob_ids += entry.ids[:, 0].tolist()
+        for entry in message.prompt_logprobs:
+            stream = self.streams[int(message.uid_B[entry.row])]
+            stream.prompt_logprob_ids += entry.ids[:, 0].tolist()
+        for ended in message.events.ended:
+            stream = self.streams[ended.uid]
+            assert not stream.done, f"request {ended.uid} ended twice"
+            stream.done = Done(ended.done)
+            stream.reason = ended.reason
+
+    def _receive_row(self, message: StepMessage, row: int) -> None:
+        stream = self.streams[int(message.uid_B[row])]
+        count = int(message.count_B[row])
+        tokens = message.token_BW[row].tolist()
+        assert not stream.done, f"output after the end of request {message.uid_B[row]}"
+        assert -1 not in tokens[:count]
+        assert tokens[count:] == [-1] * (len(tokens) - count)
+        assert 0 <= message.num_accepted_B[row] <= message.num_drafts_B[row]
+        assert message.num_accepted_B[row] <= max(count, 0)
+        stream.tokens += tokens[:count]
+        stream.done = Done(int(message.done_B[row]))
+        stream.num_steps += 1
+        stream.num_drafts += int(message.num_drafts_B[row])
+        stream.num_accepted += int(message.num_accepted_B[row])
+
+
+class Harness:
+    """An engine, its fake device and its front."""
+
+    def __init__(
+        self,
+        info: RunnerInfo,
+        *,
+        depth: int = 0,
+        runner: FakeRunner | None = None,
+        delay: Callable[[str], None] | None = None,
+        seed: int = 0,
+        **keywords: Any,
+    ) -> None:
+        self.runner = runner or FakeRunner(info, seed=seed)
+        self.front = Front()
+        self.config = engine_config(info, depth=depth, **keywords)
+        self.engine = Engine(self.runner, self.config, self.front.receive, delay=delay)
+        self.max_in_flight = 0
+        self.checks_bounds = delay is None
+
+    def add(self, req: EngineRequest, constraint: TokenConstraint | None = None) -> Stream:
+        stream = self.front.streams[req.uid] = Stream()
+        self.engine.add(req, constraint=constraint)
+        return stream
+
+    def turn(self) -> bool:
+        is_busy = self.engine.turn()
+        self.engine.scheduler.check()
+        in_flight = int(self.engine.stats()["num_in_flight"])
+        self.max_in_flight = max(self.max_in_flight, in_flight)
+        if self.checks_bounds:
+            self._check_bounds()
+        return is_busy
+
+    def _check_bounds(self) -> None:
+        """The device ran everything launched: its truth must lie between the host's bounds."""
+        table = self.engine.scheduler.table
+        for index, slot in enumerate(self.runner.slots):
+            if slot.init is None or table.uid_S[index] != slot.init.request.uid:
+                continue
+            committed = int(table.committed_S[index])
+            assert table.tokens_SL[index, :committed].tolist() == slot.tokens[:committed]
+            if not slot.done:
+                truth = len(slot.tokens)
+                assert committed <= table.lower_S[index] <= truth <= table.upper_S[index]
+
+    def run(self, max_turns: int = 5000) -> None:
+        """Until the engine is idle."""
+        for _ in range(max_turns):
+            if not self.turn():
+                self.check_idle()
+                return
+        raise AssertionError(f"not idle after {max_turns} turns")
+
+    def check_idle(self) -> None:
+        """Nothing leaked: every slot is free, no page has an owner, everybody was answered."""
+        scheduler = self.engine.scheduler
+        assert scheduler.num_unfinished == scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.kv_usage == 0.0
+        assert all(stream.done for stream in self.front.streams.values())
+
+
+def golden(plan: StepPlan) -> dict[str, Any]:
+    """A plan as plain values, for comparing traces."""
+    appends = plan.page_appends
+    return {
+        "step": plan.step,
+        "k": plan.k,
+        "uid": plan.uid_B.tolist(),
+        "slot": plan.slot_B.tolist(),
+        "query_len": plan.query_len_B.tolist(),
+        "k_row": plan.k_B.tolist(),
+        "samples": plan.samples_B.tolist(),
+        "bound": plan.length_bound_B.tolist(),
+        "admissions": [
+            [init.slot, init.request.uid, len(init.tokens), init.num_cached, init.pages.tolist()]
+            for init in plan.admissions
+        ],
+        "appends": []
+        if appends is None
+        else np.stack([appends.slot, appends.index, appends.page], 1).tolist(),
+    }
+
+
+def with_uid(req: EngineRequest, uid: int) -> EngineRequest:
+    return replace(req, uid=uid)

@@ -1,0 +1,92 @@
+"""Tiny random checkpoints made with transformers: what all else is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 96
+FAMILIES = ("llama", "llama-tied-rope3", "qwen2", "qwen3")
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A transformers config small enough for thousands of steps."""
+    import transformers
+
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+    }
+    kinds = {"llama": "Llama", "llama-tied-rope3": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    if family == "llama-tied-rope3":
+        values["tie_word_embeddings"] = True
+        values["rope_parameters"] = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    if family == "qwen3":
+        values["head_dim"] = 12
+    config_class = getattr(transformers, f"{kinds[family]}Config")
+    return config_class(**{**values, **changes})
+
+
+def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Write a random fp32 checkpoint and return the transformers model."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    kind = type(config).__name__.removesuffix("Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    # Wider weights than transformers' 0.02: logits that are far apart make greedy ties unlikely.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+    model.tie_weights()
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    return model
+
+
+def save_noisy_draft(folder: Path, target: Any, *, noise: float, seed: int = 1) -> None:
+    """A draft that agrees part of the time: the target with noise on its weights."""
+    import copy
+
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            scale = noise * parameter.std()
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    draft.save_pretrained(folder)
+
+
+def greedy_reference(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """What transformers' generate emits, EOS included."""
+    limit = min(max_tokens, model.config.max_position_embeddings - len(prompt))
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit
+        )
+    return [int(t) for t in out[0, len(prompt) :]]
