@@ -95,7 +95,7 @@ bench: $(VENV)/.extras-bench
 	@for name in $(BENCH); do $(BIN)/python bench/$$name.py $(ARGS) || exit 1; done
 
 docs: $(VENV)/.extras-server
-	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/write_reference.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

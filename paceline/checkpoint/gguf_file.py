@@ -79,8 +79,6 @@ class GgufFile(Mapping[str, Any]):
             self._read_header()
         except struct.error:
             self._refuse(f"the header ends beyond the file's {len(self._map)} bytes")
-        except UnicodeDecodeError:
-            self._refuse("the header holds text that is not UTF-8")
 
     def __getitem__(self, key: str) -> Any:
         value = self._metadata[key]
@@ -207,7 +205,10 @@ class GgufFile(Mapping[str, Any]):
 
     def _text(self, at: int) -> tuple[str, int]:
         end = self._text_end(at)
-        return self._map[at + 8 : end].decode("utf-8"), end
+        try:
+            return self._map[at + 8 : end].decode("utf-8"), end
+        except UnicodeDecodeError:
+            self._refuse(f"the text at byte {at} is not UTF-8")
 
     def _text_end(self, at: int) -> int:
         (length,) = struct.unpack_from("<Q", self._map, at)

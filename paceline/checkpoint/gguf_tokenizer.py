@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from paceline.checkpoint.gguf_file import GgufFile
-from paceline.errors import CheckpointError
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
+from paceline.errors import CheckpointError
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6

@@ -30,8 +30,13 @@ def load_backend(files: ModelFiles) -> tuple[Tokenizer, TokenizerConfig]:
     config = config_of_folder(files.folder)
     tokenizer = _of_json(files.folder / "tokenizer.json")
     _add_tokens(files.folder, tokenizer, config)
-    if config.add_bos is not None or config.add_eos is not None:
-        _set_ends(tokenizer, config, bool(config.add_bos), bool(config.add_eos))
+    ends = _ends(tokenizer, config)
+    wanted = (
+        ends[0] if config.add_bos is None else config.add_bos,
+        ends[1] if config.add_eos is None else config.add_eos,
+    )
+    if wanted != ends:  # tokenizer_config.json overrules tokenizer.json
+        _set_ends(tokenizer, config, *wanted)
     return tokenizer, config
 
 
@@ -80,6 +85,16 @@ def _add_tokens(folder: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> 
     for text in config.named.values():
         if text not in known and tokenizer.token_to_id(text) is not None:
             tokenizer.add_special_tokens([AddedToken(text, special=True)])
+
+
+def _ends(tokenizer: Tokenizer, config: TokenizerConfig) -> tuple[bool, bool]:
+    """Whether tokenizer.json itself puts the begin token and the end token around a text."""
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    if len(whole) == len(plain):
+        return False, False
+    bos, eos = (tokenizer.token_to_id(config.named.get(n, "")) for n in ("bos_token", "eos_token"))
+    return bos is not None and whole[0] == bos, eos is not None and whole[-1] == eos
 
 
 def _set_ends(tokenizer: Tokenizer, config: TokenizerConfig, add_bos: bool, add_eos: bool) -> None:

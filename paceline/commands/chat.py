@@ -75,6 +75,7 @@ class Conversation:
                 print(text, end="", flush=True)
         except KeyboardInterrupt:
             self._session.abort(answer)
+            print("".join(answer.unread), end="")
         print(flush=True)
         if answer.generation.error is not None:
             raise answer.generation.error

@@ -18,7 +18,7 @@ from paceline.commands.arguments import (
 )
 from paceline.commands.prompts import Prompt, read_prompts
 from paceline.commands.session import Answer, Session, open_session
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError, EngineDead, InvalidRequest
 from paceline.observe.progress import ProgressLine
 
 DEFAULT_MAX_TOKENS = 256
@@ -93,8 +93,11 @@ def _question(prompt: Prompt) -> dict[str, Any]:
 
 
 def _result(answer: Answer) -> dict[str, Any]:
-    if answer.generation.error is not None:
-        return {"error": str(answer.generation.error)}
+    error = answer.generation.error
+    if isinstance(error, EngineDead):
+        raise error  # no other prompt can be answered either
+    if error is not None:
+        return {"error": str(error)}
     metrics = answer.metrics
     outputs = [
         {

@@ -97,12 +97,13 @@ class Admission:
                 "--max-model-len.",
                 param="prompt",
             )
-        # The output needs a page slot too.
-        capacity = self._info.num_pages * self._info.page_size
-        if len(ids) >= capacity:
+        # A window of drafts needs room behind the newest token.
+        pool = self._info.num_pages * self._info.page_size
+        capacity = pool - self._info.max_k - self._info.draft_lookahead
+        if pool < limit and len(ids) > capacity:
             raise PromptTooLong(
-                f"The prompt has {len(ids)} tokens; the KV cache holds {capacity}. Shorten it or "
-                "raise --kv-cache-memory-bytes.",
+                f"The prompt has {len(ids)} tokens; the KV cache has room for {capacity}. Shorten "
+                "it or raise --kv-cache-memory-bytes.",
                 param="prompt",
             )
         return ids.tolist()  # type: ignore[no-any-return]

@@ -48,6 +48,7 @@ class WeightFormats:
     norm: torch.dtype
     device: torch.device
     round_to: torch.dtype | None = None  # --dtype: round the checkpoint's values to this first
+    name: str = "float32"  # for people
 
 
 class DummyWeights:

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens, for requests that asked: logits in slices, not all at once."""
+"""Log probabilities of prompt tokens, for requests that asked: logits in slices, never whole."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def num_pages(
     per_sequence = -(-max_model_len // cache.block_size)
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
-    budget = _budget(cache, gpu, cpu_free_bytes)
+    budget = kv_budget(cache, gpu, cpu_free_bytes)
     # One page belongs to nobody (padding), and more than every sequence's worst case is idle.
     pages = min(budget // bytes_per_page - 1, per_sequence * max_num_seqs)
     if pages < per_sequence:
@@ -53,7 +53,8 @@ def num_pages(
     return pages
 
 
-def _budget(cache: CacheConfig, gpu: MemoryReading | None, cpu_free_bytes: int) -> int:
+def kv_budget(cache: CacheConfig, gpu: MemoryReading | None, cpu_free_bytes: int) -> int:
+    """Bytes that the KV cache may take."""
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if gpu is not None:

@@ -22,7 +22,7 @@ from paceline.models.spec import ModelSpec, read_spec
 from paceline.models.weights import open_weights
 from paceline.runner.device_step import Device
 from paceline.runner.runner import CpuRunner
-from paceline.runner.sizing import num_pages, page_bytes
+from paceline.runner.sizing import kv_budget, num_pages, page_bytes
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.verify import AcceptRules, synthetic_rates
 from paceline.state.pages import LayerPages, Pages
@@ -37,13 +37,15 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model in memory and where it came from."""
+class Found:
+    """A model on this disk, before its weights are read."""
 
     files: ModelFiles
     spec: ModelSpec
-    model: Decoder
-    dtype_name: str
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.spec.kv_bytes_per_token(_KV_DTYPE.itemsize)
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:
@@ -54,126 +56,121 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     num_threads = config.device.cpu_threads or default_threads()
     torch.set_num_threads(num_threads)
     progress("locating the model", 0.0)
-    files = locate(
-        config.model.model,
-        revision=config.model.revision,
-        load_format=config.model.load_format,
-    )
-    spec = read_spec(files.config)
-    max_model_len = _max_model_len(config, spec)
-    target = _load(config, files, spec, max_model_len, progress)
-    draft = _load_draft(config, spec, max_model_len, progress)
-    slots, pages = _state(config, target, draft, max_model_len)
-    drafter = _drafter(config.speculative, draft, pages)
+    target = _find(config, config.model.model, config.model.revision)
+    draft = _find_draft(config, target.spec)
+    # Sizes first: what cannot fit is refused before gigabytes are read.
+    found = [target] if draft is None else [target, draft]
+    max_model_len = _max_model_len(config, found)
+    slots, pages = _state(config, found, max_model_len)
     device = Device(
-        model=target.model,
-        layer_pages=_layers(pages, spec),
-        drafter=drafter,
+        model=_load(config, target, max_model_len, progress),
+        layer_pages=_layers(pages, target.spec),
+        drafter=_drafter(config, draft, pages, max_model_len, progress),
         slots=slots,
         pages=pages,
         rules=_rules(config.speculative),
-        custom=_custom(config, spec),
+        custom=_custom(config, target.spec),
     )
-    info = _info(config, target, draft, device)
     progress("ready", 1.0)
-    return CpuRunner(device, info, num_threads)
+    return CpuRunner(device, _info(config, found, device), num_threads)
 
 
 def default_threads() -> int:
-    """Physical cores: a second hyper-thread adds contention, not bandwidth (bench/cpu_threads)."""
+    """Every core that torch sees: measured in bench/cpu_peers."""
     return max(torch.get_num_threads(), 1)
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        return spec.max_position
-    if wanted > spec.max_position:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the {spec.max_position} positions that this "
-            "model was made for; lower --max-model-len."
-        )
-    return wanted
+def _find(config: EngineConfig, model: str, revision: str | None) -> Found:
+    files = locate(model, revision=revision, load_format=config.model.load_format)
+    return Found(files, read_spec(files.config))
 
 
-def _load(
-    config: EngineConfig,
-    files: ModelFiles,
-    spec: ModelSpec,
-    max_model_len: int,
-    progress: Progress,
-) -> Loaded:
-    formats, name = _formats(config, files)
-    if config.model.load_format == "dummy":
-        dummy = DummyWeights(spec, config.model.seed)
-        model = load_decoder(spec, dummy, formats, max_model_len=max_model_len, progress=progress)
-        return Loaded(files, spec, model, name)
-    weights = open_weights(files, config.model.load_format)
-    try:
-        model = load_decoder(spec, weights, formats, max_model_len=max_model_len, progress=progress)
-    finally:
-        weights.close()
-    return Loaded(files, spec, model, name)
-
-
-def _formats(config: EngineConfig, files: ModelFiles) -> tuple[WeightFormats, str]:
-    """fp32 as it is; everything narrower through packed fp16 weights where the CPU can."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    stored = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32")
-    is_quantised = files.kind == "gguf"
-    wanted = config.model.dtype
-    if wanted == "auto":
-        narrow = is_quantised or stored in ("bfloat16", "float16")
-        round_to = None
-    else:
-        narrow = wanted != "float32"
-        round_to = names[wanted] if narrow else None
-    if narrow and packed_fp16_works():
-        return (
-            WeightFormats(packed_fp16, torch.float16, torch.float32, _CPU, round_to),
-            "float16 (packed weights, float32 activations)",
-        )
-    if narrow:
-        logger.warning("this CPU or torch build has no packed fp16 product; computing in float32")
-    linear = dense(torch.float32, _CPU)
-    return WeightFormats(linear, torch.float32, torch.float32, _CPU, round_to), "float32"
-
-
-def _load_draft(
-    config: EngineConfig, target: ModelSpec, max_model_len: int, progress: Progress
-) -> Loaded | None:
+def _find_draft(config: EngineConfig, target: ModelSpec) -> Found | None:
     spec_config = config.speculative
     if spec_config is None or spec_config.method != "draft_model":
         return None
     assert spec_config.model is not None
-    files = locate(
-        spec_config.model, revision=spec_config.revision, load_format=config.model.load_format
-    )
-    spec = read_spec(files.config)
-    if spec.vocab_size != target.vocab_size:
+    draft = _find(config, spec_config.model, spec_config.revision)
+    if draft.spec.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"the draft model {spec_config.model!r} has a vocabulary of {spec.vocab_size} tokens, "
-            f"the target has {target.vocab_size}; a draft model needs the target's vocabulary."
+            f"the draft model {spec_config.model!r} has a vocabulary of {draft.spec.vocab_size} "
+            f"tokens, the target has {target.vocab_size}; a draft model needs the target's "
+            "vocabulary."
         )
-    if spec.max_position < max_model_len:
-        raise ConfigError(
-            f"the draft model was made for {spec.max_position} positions, fewer than max_model_len "
-            f"{max_model_len}; lower --max-model-len to {spec.max_position}."
-        )
-    return _load(config, files, spec, max_model_len, progress)
+    return draft
 
 
-def _state(
-    config: EngineConfig, target: Loaded, draft: Loaded | None, max_model_len: int
-) -> tuple[Slots, Pages]:
+def _max_model_len(config: EngineConfig, found: list[Found]) -> int:
+    """What was asked for; else what the models were made for, or the KV cache holds if less."""
+    longest = min(f.spec.max_position for f in found)
+    wanted = config.model.max_model_len
+    if wanted is not None:
+        if wanted > longest:
+            raise ConfigError(
+                f"max_model_len {wanted} is more than the {longest} positions that "
+                f"{'these models were' if len(found) > 1 else 'this model was'} made for; lower "
+                "--max-model-len."
+            )
+        return wanted
+    capacity = kv_budget(config.cache, None, _free_memory_bytes()) // sum(
+        f.kv_bytes_per_token for f in found
+    )
+    fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
+    if fitting >= longest or config.cache.num_gpu_blocks_override is not None:
+        return longest
+    logger.warning(
+        "max_model_len is %d, what the KV cache holds; the model was made for %d: raise "
+        "--kv-cache-memory-bytes for longer sequences",
+        fitting,
+        longest,
+    )
+    return fitting
+
+
+def _load(config: EngineConfig, found: Found, max_model_len: int, progress: Progress) -> Decoder:
+    formats = _formats(config, found.files)
+    spec = found.spec
+    if config.model.load_format == "dummy":
+        dummy = DummyWeights(spec, config.model.seed)
+        return load_decoder(spec, dummy, formats, max_model_len=max_model_len, progress=progress)
+    weights = open_weights(found.files, config.model.load_format)
+    try:
+        return load_decoder(spec, weights, formats, max_model_len=max_model_len, progress=progress)
+    finally:
+        weights.close()
+
+
+def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
+    """fp32 as it is; everything narrower through packed fp16 weights where the CPU can."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    stored = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32")
+    wanted = config.model.dtype
+    round_to = None if wanted in ("auto", "float32") else names[wanted]
+    if wanted == "auto":
+        narrow = files.kind == "gguf" or stored in ("bfloat16", "float16")
+    else:
+        narrow = wanted != "float32"
+    if narrow and packed_fp16_works():
+        return WeightFormats(
+            packed_fp16,
+            torch.float16,
+            torch.float32,
+            _CPU,
+            round_to,
+            "float16 weights, float32 activations",
+        )
+    if narrow:
+        logger.warning("this CPU or torch build has no packed fp16 product; computing in float32")
+    linear = dense(torch.float32, _CPU)
+    return WeightFormats(linear, torch.float32, torch.float32, _CPU, round_to, "float32")
+
+
+def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tuple[Slots, Pages]:
     spec_config = config.speculative
     num_slots = config.scheduler.max_num_seqs
-    models = [target] if draft is None else [target, draft]
-    itemsize = _KV_DTYPE.itemsize
-    per_token = [m.spec.kv_bytes_per_token(itemsize) for m in models]
     count = num_pages(
         config.cache,
-        page_bytes(config.cache.block_size, per_token),
+        page_bytes(config.cache.block_size, [f.kv_bytes_per_token for f in found]),
         max_model_len=max_model_len,
         max_num_seqs=num_slots,
         gpu=None,
@@ -181,29 +178,36 @@ def _state(
     )
     pages = Pages(count, config.cache.block_size, num_slots, max_model_len, _CPU)
     keeps_probs = spec_config is not None and spec_config.draft_sample_method == "probabilistic"
+    vocab_size = found[0].spec.vocab_size
     slots = Slots(
         num_slots,
         max_model_len,
         spec_config.num_speculative_tokens if spec_config else 0,
-        target.spec.vocab_size,
+        vocab_size,
         _CPU,
-        draft_vocab_size=target.spec.vocab_size if keeps_probs and draft is not None else 0,
+        draft_vocab_size=vocab_size if keeps_probs and len(found) > 1 else 0,
     )
     return slots, pages
 
 
-def _drafter(config: SpeculativeConfig | None, draft: Loaded | None, pages: Pages) -> Drafter:
-    if config is None:
+def _drafter(
+    config: EngineConfig,
+    draft: Found | None,
+    pages: Pages,
+    max_model_len: int,
+    progress: Progress,
+) -> Drafter:
+    spec_config = config.speculative
+    if spec_config is None:
         return NoDrafter()
+    k = spec_config.num_speculative_tokens
     if draft is None:
-        return NgramDrafter(
-            config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max
-        )
+        return NgramDrafter(k, spec_config.prompt_lookup_min, spec_config.prompt_lookup_max)
     return DraftModel(
-        model=draft.model,
+        model=_load(config, draft, max_model_len, progress),
         layer_pages=_layers(pages, draft.spec),
-        max_k=config.num_speculative_tokens,
-        is_probabilistic=config.draft_sample_method == "probabilistic",
+        max_k=k,
+        is_probabilistic=spec_config.draft_sample_method == "probabilistic",
     )
 
 
@@ -226,23 +230,21 @@ def _custom(config: EngineConfig, spec: ModelSpec) -> CustomProcessors | None:
     return CustomProcessors(names, spec.vocab_size, _CPU) if names else None
 
 
-def _info(config: EngineConfig, target: Loaded, draft: Loaded | None, device: Device) -> RunnerInfo:
+def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInfo:
     pages, slots = device.pages, device.slots
-    per_token = target.spec.kv_bytes_per_token(_KV_DTYPE.itemsize)
-    if draft is not None:
-        per_token += draft.spec.kv_bytes_per_token(_KV_DTYPE.itemsize)
+    per_token = sum(f.kv_bytes_per_token for f in found)
     return RunnerInfo(
         num_pages=pages.num_pages,
         page_size=pages.page_size,
         num_slots=slots.num_slots,
         max_model_len=slots.max_model_len,
-        vocab_size=target.spec.vocab_size,
+        vocab_size=found[0].spec.vocab_size,
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
-        model_name=target.files.name,
+        model_name=found[0].files.name,
         device="cpu",
-        dtype=target.dtype_name,
-        weights_bytes=target.model.nbytes + (draft.model.nbytes if draft else 0),
+        dtype=_formats(config, found[0].files).name,
+        weights_bytes=device.model.nbytes,
         kv_cache_bytes=pages.num_pages * pages.page_size * per_token,
     )
 

@@ -10,10 +10,13 @@ import numpy as np
 
 from paceline.config import SpeculativeConfig
 from paceline.scheduler.inflight import Rows
-from paceline.step import Ints, RunnerInfo, StepPlan, StepResult
+from paceline.step import Ints, RunnerInfo, StepResult
 
-START = 0.5  # acceptance assumed of a new request
-WEIGHT = 0.25  # of the newest step in the average
+# Acceptance is a ratio of two fading sums. A new request is assumed to accept half of its drafts.
+START_DRAFTED = 8.0
+START_ACCEPTED = 4.0
+FADE = 0.5  # of the sums, each time k is decided again
+DECIDE_EVERY = 4  # steps
 STRETCH = 1.5  # verify somewhat more drafts than the average accepts, so that k can grow
 COLD = 0.1  # below this acceptance a row stops drafting
 # Rows without drafts try again in two steps of every PROBE_PERIOD, all in the same ones: the
@@ -26,37 +29,44 @@ class DraftLengths:
     """k by slot."""
 
     def __init__(self, info: RunnerInfo, speculative: SpeculativeConfig | None) -> None:
+        rows = info.num_slots + 1  # one for rows whose requests left their slots
         self.max_k = info.max_k
         self._is_adaptive = bool(info.max_k and speculative and speculative.adaptive)
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
         self._k_S = np.zeros(info.num_slots, np.int32)
-        self._acceptance_S = np.zeros(info.num_slots, np.float32)
+        self._drafted_S = np.ones(rows, np.float32)
+        self._accepted_S = np.zeros(rows, np.float32)
 
     def start(self, slot: int, wanted: int | None) -> None:
         """A request takes the slot."""
         cap = self.max_k if wanted is None else min(wanted, self.max_k)
         self._cap_S[slot] = self._k_S[slot] = cap
-        self._acceptance_S[slot] = START
+        self._drafted_S[slot] = START_DRAFTED
+        self._accepted_S[slot] = START_ACCEPTED
 
-    def wanted(self, slot_B: Rows, step: int) -> Ints:
-        """k of each row for this step."""
-        k_B: Ints = self._k_S[slot_B]
+    def wanted(self, step: int) -> Ints:
+        """k of each slot for this step."""
         if self._is_adaptive and step % PROBE_PERIOD < 2:
-            np.maximum(k_B, np.minimum(self._cap_S[slot_B], PROBE_K), out=k_B)
-        return k_B
+            return np.maximum(self._k_S, np.minimum(self._cap_S, PROBE_K))
+        return self._k_S
 
-    def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Rows that verified drafts say how many were right; all still own their slots."""
+    def learn(self, slots: Rows, result: StepResult) -> None:
+        """Rows that verified drafts say how many were right."""
         if not self._is_adaptive:
             return
-        rows = np.flatnonzero(result.num_drafts_B)
-        if not len(rows):
-            return
-        slots = plan.slot_B[rows]
-        rate = result.num_accepted_B[rows] / result.num_drafts_B[rows]
-        acceptance = self._acceptance_S[slots]
-        acceptance += WEIGHT * (rate - acceptance)
-        self._acceptance_S[slots] = acceptance
-        cap = self._cap_S[slots]
-        k = np.minimum(np.ceil(acceptance * (STRETCH * self.max_k)), cap)
-        self._k_S[slots] = np.where(acceptance < COLD, 0, k)
+        self._drafted_S[slots] += result.num_drafts_B
+        self._accepted_S[slots] += result.num_accepted_B
+        if result.step % DECIDE_EVERY == 0:
+            self._decide()
+
+    def _decide(self) -> None:
+        acceptance_S = self._accepted_S[:-1] / self._drafted_S[:-1]
+        k_S = np.ceil(acceptance_S * (STRETCH * self.max_k))
+        k_S *= acceptance_S >= COLD
+        np.minimum(k_S, self._cap_S, out=self._k_S, casting="unsafe")
+        # The prior fades with the rest, but a sum of drafts never fades to nothing: one lucky or
+        # unlucky draft after a long silence must not decide alone.
+        fades_S = self._drafted_S > START_DRAFTED
+        scale_S = np.where(fades_S, np.float32(FADE), np.float32(1.0))
+        self._drafted_S *= scale_S
+        self._accepted_S *= scale_S

@@ -9,10 +9,6 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-# Idle pages given back to the free gaps at once when no free page is left: neighbours were used
-# together, so a batch tends to make one gap instead of many.
-EVICTION_BATCH = 16
-
 
 class PagePool:
     """Reference-counted pages 0 … num_pages - 1.
@@ -27,13 +23,13 @@ class PagePool:
         assert num_pages > 0, f"a pool of {num_pages} pages"
         self.num_pages = num_pages
         self.num_releases = 0  # grows whenever pages may have become available
+        # Idle pages evicted at once: neighbours went idle together, so they make one gap.
+        self._run_length = max(1, min(32, num_pages // 64))
         self._on_evict = on_evict
         self._num_free = num_pages
         self._num_refs = [0] * num_pages
         self._is_kept = bytearray(num_pages)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._idle_since = [0] * num_pages
-        self._clock = 0
+        self._idle: OrderedDict[int, int] = OrderedDict()  # page -> release, oldest first
         self._end_of = {0: num_pages}  # gap start -> end
         self._start_of = {num_pages: 0}  # gap end -> start
         # (-size, end) of every gap; sizes are those at the push and may have shrunk since.
@@ -61,12 +57,19 @@ class PagePool:
         if count > self._num_free + len(self._idle):
             return None
         pages: list[int] = []
-        start = after + 1 if after >= 0 else self._open_run(count)
-        while True:
-            self._take_run(start, count - len(pages), pages)
-            if len(pages) == count:
-                return pages
-            start = self._open_run(count - len(pages))
+        start = after + 1 if after >= 0 else -1
+        while len(pages) < count:
+            end = self._end_of.get(start)
+            if end is None and self._evict_old(start, count - len(pages)):
+                end = self._end_of[start]
+            if end is None:
+                start = self._open_run(count - len(pages))
+                end = self._end_of[start]
+            stop = min(end, start + count - len(pages))
+            self._take(start, stop, end)
+            pages.extend(range(start, stop))
+            start = stop
+        return pages
 
     def share(self, page: int) -> None:
         """One more owner of a used or idle page."""
@@ -75,45 +78,27 @@ class PagePool:
             del self._idle[page]
         self._num_refs[page] += 1
 
-    def _take_run(self, start: int, limit: int, pages: list[int]) -> None:
-        """Append free pages start, start + 1, … to `pages`, at most `limit`, evicting old ones."""
-        refs = self._num_refs
-        while limit:
-            end = self._end_of.pop(start, 0)
-            if not end:
-                if not self._is_old(start):
-                    return
-                self._evict(start)
-                continue
-            stop = min(end, start + limit)
-            if stop < end:
-                self._end_of[stop] = end
-                self._start_of[end] = stop
-            else:
-                del self._start_of[end]
-            for page in range(start, stop):
-                refs[page] = 1
-            pages.extend(range(start, stop))
-            self._num_free -= stop - start
-            limit -= stop - start
-            start = stop
-
-    def _is_old(self, page: int) -> bool:
-        """Idle for longer than half of the pool's idle history: as good as the oldest to evict."""
-        if page not in self._idle:
-            return False
-        oldest = self._idle_since[next(iter(self._idle))]
-        return 2 * self._idle_since[page] <= oldest + self._clock
+    def _take(self, start: int, stop: int, end: int) -> None:
+        """Pages start … stop - 1, the front of a gap."""
+        del self._end_of[start]
+        if stop < end:
+            self._end_of[stop] = end
+            self._start_of[end] = stop
+        else:
+            del self._start_of[end]
+        for page in range(start, stop):
+            self._num_refs[page] = 1
+        self._num_free -= stop - start
 
     def _open_run(self, count: int) -> int:
-        """A free page to start at, with room to grow: the largest gap.
+        """A free page to start at, with room to grow: in the largest gap.
 
         Behind a used page the run starts in the middle, so that its owner can grow as well.
         """
-        if not self._num_free:
-            for _ in range(min(max(count, EVICTION_BATCH), len(self._idle))):
-                self._evict(next(iter(self._idle)))
         start, end = self._largest_gap()
+        if end - start < count and self._idle:
+            self._evict_oldest(max(count, self._run_length))
+            start, end = self._largest_gap()
         size = end - start
         if start == 0 or self._num_refs[start - 1] == 0 or size < 2 * count:
             return start
@@ -125,8 +110,9 @@ class PagePool:
         return middle
 
     def _largest_gap(self) -> tuple[int, int]:
+        """(start, end); (0, 0) when no page is free."""
         heap = self._by_size
-        while True:
+        while heap:
             size, end = heap[0]
             start = self._start_of.get(end)
             if start is None:
@@ -135,24 +121,33 @@ class PagePool:
                 heapq.heapreplace(heap, (start - end, end))
             else:
                 return start, end
+        return 0, 0
 
     # ---- giving back
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less of each page. The last pages become evictable first: they depend on
-        the ones before them."""
-        refs = self._num_refs
+        """One owner less of each page. Among those that go idle, the last is evicted first:
+        its content is of use only together with the pages before it."""
+        refs, is_kept, idle = self._num_refs, self._is_kept, self._idle
         self.num_releases += 1
+        now = self.num_releases
+        start = end = 0  # a run of free pages, found from its end
         for page in reversed(pages):
-            assert refs[page] > 0, f"page {page} was released more often than it was taken"
-            refs[page] -= 1
-            if refs[page] == 0:
-                if self._is_kept[page]:
-                    self._clock += 1
-                    self._idle_since[page] = self._clock
-                    self._idle[page] = None
-                else:
-                    self._put_free(page)
+            left = refs[page] - 1
+            assert left >= 0, f"page {page} was released more often than it was taken"
+            refs[page] = left
+            if left:
+                continue
+            if is_kept[page]:
+                idle[page] = now
+            elif page + 1 == start:
+                start = page
+            else:
+                if end:
+                    self._put_free(start, end)
+                start, end = page, page + 1
+        if end:
+            self._put_free(start, end)
 
     def keep(self, page: int) -> None:
         """The prefix cache knows this page's content: do not forget it with its last owner."""
@@ -162,21 +157,53 @@ class PagePool:
     def forget(self, page: int) -> None:
         """The prefix cache dropped the page."""
         self._is_kept[page] = 0
-        if page in self._idle:
-            del self._idle[page]
-            self._put_free(page)
+        if self._idle.pop(page, None) is not None:
+            self._put_free(page, page + 1)
 
-    def _evict(self, page: int) -> None:
+    def _evict_old(self, start: int, count: int) -> bool:
+        """Free idle pages start, start + 1, … that went idle in the first half of the idle
+        history: as good to evict as the oldest, and in the right place."""
+        idle = self._idle
+        since = idle.get(start)
+        if since is None:
+            return False
+        limit = (next(iter(idle.values())) + self.num_releases) // 2
+        end = start
+        while since is not None and since <= limit and end < start + count:
+            self._drop_idle(end)
+            end += 1
+            since = idle.get(end)
+        if end > start:
+            self._put_free(start, end)
+        return end > start
+
+    def _drop_idle(self, page: int) -> None:
         assert self._on_evict is not None
+        del self._idle[page]
         self._on_evict(page)
-        self.forget(page)
+        self._is_kept[page] = 0
 
-    def _put_free(self, page: int) -> None:
-        start = self._start_of.pop(page, page)  # a gap that ends here
-        end = self._end_of.pop(page + 1, page + 1)  # a gap that begins right after
+    def _evict_oldest(self, count: int) -> None:
+        """At least one and about `count` pages from the old end; neighbours make one gap."""
+        idle = self._idle
+        while count > 0 and idle:
+            page, since = next(iter(idle.items()))
+            end = page + 1
+            self._drop_idle(page)
+            count -= 1
+            while count > 0 and idle.get(page - 1) == since:
+                page -= 1
+                self._drop_idle(page)
+                count -= 1
+            self._put_free(page, end)
+
+    def _put_free(self, start: int, end: int) -> None:
+        """Pages start … end - 1 become a gap, joined with its neighbours."""
+        self._num_free += end - start
+        start = self._start_of.pop(start, start)
+        end = self._end_of.pop(end, end)
         self._end_of[start] = end
         self._start_of[end] = start
-        self._num_free += 1
         heapq.heappush(self._by_size, (start - end, end))
         if len(self._by_size) > 64 + 4 * len(self._end_of):
             self._by_size = [(s - e, e) for s, e in self._end_of.items()]

@@ -10,36 +10,26 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.scheduler.events import Emitted
 from paceline.scheduler.live import LiveRequest
 from paceline.step import Bools, Ints, LateMasks, StepPlan, StepResult, TokenLogprobs
 
 
-def drop_rows(
-    plan: StepPlan, result: StepResult, keep_B: Bools
-) -> tuple[StepPlan, StepResult]:
-    """Plan and result with the rows of `keep_B` only."""
-    kept_plan = replace(
-        plan,
-        uid_B=plan.uid_B[keep_B],
-        slot_B=plan.slot_B[keep_B],
-        query_len_B=plan.query_len_B[keep_B],
-        k_B=plan.k_B[keep_B],
-        samples_B=plan.samples_B[keep_B],
-        length_bound_B=plan.length_bound_B[keep_B],
-        late_B=None if plan.late_B is None else plan.late_B[keep_B],
+def keep_rows(emitted: Emitted, keep_B: Bools) -> Emitted:
+    """The rows of `keep_B` only."""
+    if keep_B.all():
+        return emitted
+    return Emitted(
+        emitted.step,
+        emitted.uid_B[keep_B],
+        emitted.count_B[keep_B],
+        emitted.token_BW[keep_B],
+        emitted.done_B[keep_B],
+        emitted.num_drafts_B[keep_B],
+        emitted.num_accepted_B[keep_B],
+        _renumber(emitted.logprobs, keep_B),
+        _renumber(emitted.prompt_logprobs, keep_B),
     )
-    kept_result = replace(
-        result,
-        count_B=result.count_B[keep_B],
-        token_BW=result.token_BW[keep_B],
-        done_B=result.done_B[keep_B],
-        num_drafts_B=result.num_drafts_B[keep_B],
-        num_accepted_B=result.num_accepted_B[keep_B],
-        logprobs=_renumber(result.logprobs, keep_B),
-        prompt_logprobs=_renumber(result.prompt_logprobs, keep_B),
-        draft_BK=None if result.draft_BK is None else result.draft_BK[keep_B],
-    )
-    return kept_plan, kept_result
 
 
 def _renumber(entries: Sequence[TokenLogprobs], keep_B: Bools) -> Sequence[TokenLogprobs]:

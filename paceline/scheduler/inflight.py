@@ -5,13 +5,27 @@ Never the truth about a running request: that lives on the device (state/slots.p
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 
-from paceline.step import Ints, RunnerInfo, StepPlan, StepResult
+from paceline.step import Bools, Ints, RunnerInfo, StepPlan, StepResult
 
 NOBODY = -1
 Rows = npt.NDArray[np.intp]  # indices: what numpy gathers with fastest
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step, as the host remembers it until its result is there."""
+
+    plan: StepPlan
+    slots: Rows  # slot of each row; the table's nobody row once the request has left it
+    samples_S: Bools  # slots that gain between 1 …
+    width_S: Ints  # … and this many tokens
+    strays: list[int] = field(default_factory=list)  # rows whose requests have left their slots
 
 
 class SlotTable:
@@ -19,61 +33,81 @@ class SlotTable:
 
     committed_S[s] <= lower_S[s] <= n <= upper_S[s], until the device ends the request. In every
     sampling step in flight a row gains at least one token (lower) and at most 1 + k_i (upper).
+
+    Arrays have one row more than there are slots: results of requests that left their slots
+    land there, so that no row of a result needs to be picked out before it is added.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
-        slots = info.num_slots
-        self.uid_S = np.full(slots, NOBODY, np.int64)
-        self.committed_S = np.zeros(slots, np.int32)
+        self.num_slots = slots = info.num_slots
+        self.uid_S = np.full(slots + 1, NOBODY, np.int64)
+        self.committed_S = np.zeros(slots + 1, np.int32)
         self.lower_S = np.zeros(slots, np.int32)
         self.upper_S = np.zeros(slots, np.int32)
-        self.max_len_S = np.zeros(slots, np.int32)
-        self.is_decoding_S = np.zeros(slots, np.bool_)  # every prefill chunk has been launched
+        # The length that ends the request, from the launch of its last prefill chunk on; else 0:
+        # a slot decodes while its lower bound is below.
+        self.stop_S = np.zeros(slots, np.int32)
         # Positions that the slot's pages can hold, and the most it may ever need.
         self.page_room_S = np.zeros(slots, np.int32)
         self.page_need_S = np.zeros(slots, np.int32)
-        # The committed length from which on another full page can be hashed.
-        self.hash_at_S = np.zeros(slots, np.int32)
         # Host mirror of committed tokens; a window may end past max_model_len before it is cut.
-        self.tokens_SL = np.empty((slots, info.max_model_len + info.max_k + 1), np.int32)
+        self.tokens_SL = np.empty((slots + 1, info.max_model_len + info.max_k + 1), np.int32)
+        self.in_flight: deque[Flight] = deque()
         self._tokens_flat = self.tokens_SL.reshape(-1)
-        self._row_start_S = np.arange(slots, dtype=np.int64) * self.tokens_SL.shape[1]
+        self._row_start_S = np.arange(slots + 1, dtype=np.int64) * self.tokens_SL.shape[1]
         self._offsets_W = np.arange(info.max_k + 1, dtype=np.int64)
 
-    def occupy(self, slot: int, uid: int, tokens: Ints, max_len: int) -> None:
+    def occupy(self, slot: int, uid: int, tokens: Ints) -> None:
         """A request takes the slot with these tokens, all still to be computed or cached."""
         assert self.uid_S[slot] == NOBODY, f"slot {slot} belongs to request {self.uid_S[slot]}"
+        length = len(tokens)
         self.uid_S[slot] = uid
-        self.committed_S[slot] = self.lower_S[slot] = self.upper_S[slot] = len(tokens)
-        self.max_len_S[slot] = max_len
-        self.is_decoding_S[slot] = False
-        self.tokens_SL[slot, : len(tokens)] = tokens
+        self.committed_S[slot] = self.lower_S[slot] = self.upper_S[slot] = length
+        self.tokens_SL[slot, :length] = tokens
 
-    def vacate(self, slot: int) -> None:
-        """The slot is free at once."""
+    def vacate(self, slot: int) -> int:
+        """The slot is free at once. Returns how many of its rows are still in flight."""
         assert self.uid_S[slot] != NOBODY, f"slot {slot} is free already"
         self.uid_S[slot] = NOBODY
-        self.is_decoding_S[slot] = False
+        self.stop_S[slot] = self.page_need_S[slot] = 0
+        num_strays = 0
+        for flight in self.in_flight:
+            rows = (flight.slots == slot).nonzero()[0]
+            if len(rows):
+                flight.slots[rows] = self.num_slots
+                flight.strays += rows.tolist()
+                flight.samples_S[slot] = False
+                flight.width_S[slot] = 0
+                num_strays += 1
+        return num_strays
 
     def committed_tokens(self, slot: int) -> Ints:
         return self.tokens_SL[slot, : self.committed_S[slot]].copy()
 
-    def launch(self, slot_B: Rows, width_B: Ints | int) -> None:
-        """A step in which these rows sample, at most `width_B` tokens each, was launched."""
-        self.lower_S[slot_B] += 1
-        self.upper_S[slot_B] += width_B
+    def launch(self, flight: Flight) -> None:
+        """Bounds move when a step is launched, before anybody knows what it did."""
+        self.lower_S += flight.samples_S
+        self.upper_S += flight.width_S
+        self.in_flight.append(flight)
 
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """A result of rows that all still own their slots."""
-        slot_B, count_B = plan.slot_B, result.count_B
-        committed_B = self.committed_S[slot_B]
+    def commit(self, flight: Flight, result: StepResult) -> None:
+        """The oldest step's result is there: what it promised gives way to what it did."""
+        assert self.in_flight[0] is flight, "results out of order"
+        self.in_flight.popleft()
+        slots = flight.slots
+        committed_B = self.committed_S.take(slots)
         # Cells past the count hold -1 and are overwritten before anybody reads them.
+        at_B = self._row_start_S.take(slots)
+        at_B += committed_B
         width = result.token_BW.shape[1]
-        start_B = self._row_start_S[slot_B]
-        start_B += committed_B
-        self._tokens_flat[start_B[:, None] + self._offsets_W[:width]] = result.token_BW
-        committed_B += count_B
-        self.committed_S[slot_B] = committed_B
-        samples_B = plan.samples_B
-        self.lower_S[slot_B] += count_B - samples_B
-        self.upper_S[slot_B] += count_B - (1 + plan.k_B) * samples_B
+        self._tokens_flat[at_B[:, None] + self._offsets_W[:width]] = result.token_BW
+        committed_B += result.count_B
+        self.committed_S[slots] = committed_B
+        self.committed_S[self.num_slots] = 0
+        gained_S = np.zeros(self.num_slots + 1, np.int32)
+        gained_S[slots] = result.count_B
+        gained_S = gained_S[:-1]
+        self.lower_S += gained_S
+        self.lower_S -= flight.samples_S
+        self.upper_S += gained_S
+        self.upper_S -= flight.width_S

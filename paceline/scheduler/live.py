@@ -31,9 +31,8 @@ class LiveRequest:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_launched: int = 0  # prefill progress: positions computed by launched steps, or cached
-    digests: list[bytes] = field(default_factory=list)  # of the first full pages of `tokens`
-    last_digest: bytes = b""  # of the newest hashed page while running
-    num_hashed: int = 0
+    num_hashed: int = 0  # first pages known to the prefix cache, and their chain value
+    chain: int = 0
     # After a preemption: rows launched before it whose results are still to come, and what
     # they brought. The request is not resumed before they are all there.
     num_draining: int = 0

@@ -1,73 +1,85 @@
-"""Who already computed this prefix: full pages by the hash of everything up to their end.
+"""Who already computed this prefix: full pages by their tokens and everything before them.
 
 Never holds a page against its pool: an unreferenced page may be evicted at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import blake2b
-
 from paceline.scheduler.blocks import PagePool
 from paceline.step import Ints
 
-ROOT = b""  # what the first page of every sequence follows
-
-
-def page_digest(parent: bytes, tokens: bytes) -> bytes:
-    """The name of a page: its tokens and, through its parent, all tokens before them."""
-    return blake2b(parent + tokens, digest_size=16).digest()
-
-
-def chain_digests(tokens: Ints, page_size: int, digests: list[bytes], num_pages: int) -> None:
-    """Extend `digests`, those of the first pages of `tokens`, to `num_pages` pages."""
-    data = memoryview(tokens[: num_pages * page_size].tobytes())
-    size = page_size * tokens.itemsize
-    parent = digests[-1] if digests else ROOT
-    for at in range(len(digests) * size, num_pages * size, size):
-        parent = blake2b(parent + data[at : at + size], digest_size=16).digest()
-        digests.append(parent)
+ROOT = 0  # the chain value before the first page of every sequence
 
 
 class PrefixCache:
-    """digest -> page, for pages whose content is (or will be, in stream order) complete."""
+    """A page is known by the chain value of the page before it and its own tokens, exactly.
 
-    def __init__(self, num_pages: int) -> None:
+    A chain value is a number given to a page when it is registered, never used twice; so two
+    prefixes share one only if all their tokens are equal, and no hash can collide. A page whose
+    parent was evicted cannot be found any more and leaves when its turn comes.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, on_evict=self._drop)
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
-        self._page_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._page_size = page_size
+        self._page_of: dict[bytes, int] = {}  # parent's chain value and tokens -> page
+        self._key_of: list[bytes | None] = [None] * num_pages
+        self._chain_of = [ROOT] * num_pages
+        self._newest_chain = ROOT
 
     def __len__(self) -> int:
         return len(self._page_of)
 
-    def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known beginning of `digests`; takes no reference."""
-        pages = []
-        page_of = self._page_of
-        for digest in digests:
-            page = page_of.get(digest)
+    def find(self, tokens: Ints, num_pages: int) -> tuple[list[int], int]:
+        """Pages that hold the longest known beginning of `tokens`, at most `num_pages`, and the
+        chain value after them. Takes no reference."""
+        pages: list[int] = []
+        chain = ROOT
+        size = 4 * self._page_size
+        data = tokens[: num_pages * self._page_size].tobytes()
+        for at in range(0, num_pages * size, size):
+            page = self._page_of.get(chain.to_bytes(8, "little") + data[at : at + size])
             if page is None:
                 break
             pages.append(page)
-        return pages
+            chain = self._chain_of[page]
+        return pages, chain
 
-    def register(self, digest: bytes, page: int) -> None:
-        """The content of a page that somebody holds is known by `digest`. The first one stays."""
-        if digest in self._page_of:
-            return
-        assert page not in self._digest_of, f"page {page} is registered twice"
-        self._page_of[digest] = page
-        self._digest_of[page] = digest
-        self.pool.keep(page)
+    def register(self, chain: int, tokens: Ints, pages: list[int]) -> int:
+        """`pages`, which somebody holds, contain (or will, in stream order) the KV of `tokens`
+        after the prefix of `chain`. Returns the chain value after them.
+
+        Where a page is known already, the first one stays.
+        """
+        page_of, key_of, chain_of = self._page_of, self._key_of, self._chain_of
+        size = 4 * self._page_size
+        data = tokens.tobytes()
+        at = 0
+        for page in pages:
+            key = chain.to_bytes(8, "little") + data[at : at + size]
+            at += size
+            known = page_of.setdefault(key, page)
+            if known != page:
+                chain = chain_of[known]
+                continue
+            assert key_of[page] is None, f"page {page} is registered twice"
+            key_of[page] = key
+            chain = chain_of[page] = self._newest_chain = self._newest_chain + 1
+            self.pool.keep(page)
+        return chain
 
     def reset(self) -> None:
         """Forget everything. Pages in use stay with their owners."""
-        for page in list(self._digest_of):
-            self.pool.forget(page)
+        pages = list(self._page_of.values())
         self._page_of.clear()
-        self._digest_of.clear()
+        for page in pages:
+            self._key_of[page] = None
+            self.pool.forget(page)
 
     def _drop(self, page: int) -> None:
-        del self._page_of[self._digest_of.pop(page)]
+        key = self._key_of[page]
+        assert key is not None, f"page {page} is not registered"
+        del self._page_of[key]
+        self._key_of[page] = None

@@ -5,7 +5,8 @@ Never sees a device or text; never reads a token of a step in flight, only bound
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,9 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, InvalidRequest, PromptTooLong
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.adaptive import DraftLengths
-from paceline.scheduler.commit import drop_rows, late_masks, trim_prompt_logprobs
+from paceline.scheduler.commit import keep_rows, late_masks, trim_prompt_logprobs
 from paceline.scheduler.events import Emitted, Ended, Events, TokenConstraint
-from paceline.scheduler.inflight import Rows, SlotTable
+from paceline.scheduler.inflight import Flight, Rows, SlotTable
 from paceline.scheduler.live import LiveRequest, WaitingQueue
 from paceline.scheduler.sequence_pages import SequencePages
 from paceline.step import (
@@ -52,7 +53,6 @@ class Scheduler:
         self._free_slots = list(range(info.num_slots - 1, -1, -1))
         self._waiting = WaitingQueue(self._waiting_request)
         self._prefilling: dict[int, LiveRequest] = {}  # by uid
-        self._in_flight: deque[StepPlan] = deque()
         self._events = Events()
         # (uid, pool releases) of a head that found no room: no need to look again before a release
         self._blocked_at: tuple[int, int] | None = None
@@ -107,7 +107,7 @@ class Scheduler:
 
     def end_all(self, done: Done, reason: str) -> None:
         """The device failed: nothing in flight will come back."""
-        self._in_flight.clear()
+        self.table.in_flight.clear()
         for live in list(self._requests.values()):
             self._end(live)
             self._events.ended.append(Ended(live.uid, done, reason))
@@ -117,10 +117,9 @@ class Scheduler:
         computed again from their tokens."""
         self._pages.cache.reset()
         for live in self._running():
+            self._pages.stop_registering(live)
             if preempt_running:
                 self._preempt(live)
-            else:
-                self._pages.stop_hashing(live)
 
     def _waiting_request(self, uid: int) -> LiveRequest | None:
         live = self._requests.get(uid)
@@ -133,41 +132,46 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when no row can run before another result is committed."""
-        table = self.table
-        slot_B = np.flatnonzero(table.is_decoding_S & (table.lower_S < table.max_len_S))
-        k_B = self._draft_lengths.wanted(slot_B, self.num_steps + 1)
+        table, info = self.table, self.info
+        left_S = table.stop_S - table.lower_S
+        ready_S = left_S > 0
         # Drafts past the limit could never be emitted, whatever the true length is.
-        np.minimum(k_B, table.max_len_S[slot_B] - table.lower_S[slot_B] - 1, out=k_B)
-        bound_B = table.upper_S[slot_B] + k_B
-        end_B = np.minimum(bound_B + self.info.draft_lookahead, table.page_need_S[slot_B])
-        short = np.flatnonzero(end_B > table.page_room_S[slot_B])
+        k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S - 1)
+        bound_S = table.upper_S + k_S
+        end_S = np.minimum(bound_S + info.draft_lookahead, table.page_need_S)
+        short_S = end_S > table.page_room_S
+        short_S &= ready_S
         num_before = self.num_preemptions
-        if len(short):
-            self._grow(slot_B[short], end_B[short])
+        if short_S.any():
+            self._grow(short_S.nonzero()[0], end_S)
         if self._is_priority:
             self._make_room_for_head()
         if self.num_preemptions != num_before:
-            stays_B = table.is_decoding_S[slot_B]
-            slot_B, k_B, bound_B = slot_B[stays_B], k_B[stays_B], bound_B[stays_B]
-        chunks, admissions = self._prefill(self.budget - len(slot_B) - int(k_B.sum()))
-        if not len(slot_B) and not chunks:
+            ready_S &= table.stop_S > 0
+        width_S = (k_S + 1) * ready_S
+        chunks, admissions = self._prefill(self.budget - int(width_S.sum()))
+        slots = ready_S.nonzero()[0]
+        if not len(slots) and not chunks:
             return None
-        np.minimum(bound_B, self.info.max_model_len, out=bound_B)
-        plan = self._assemble(slot_B, k_B, bound_B, chunks)
-        plan.admissions = admissions
-        plan.page_appends = self._pages.take_appends()
-        self._in_flight.append(plan)
-        return plan
+        np.minimum(bound_S, info.max_model_len, out=bound_S)
+        self.num_steps += 1
+        flight = self._assemble(slots, k_S, bound_S, chunks, ready_S, width_S)
+        flight.plan.admissions = admissions
+        flight.plan.page_appends = self._pages.take_appends()
+        table.launch(flight)
+        return flight.plan
 
-    def _grow(self, slots: Rows, ends: Ints) -> None:
+    def _grow(self, slots: Rows, end_S: Ints) -> None:
         """Pages for rows that cross into new ones; the last in order give way if they must."""
-        lives = [self._by_slot[slot] for slot in slots.tolist()]
-        wanted = [(live, end) for live, end in zip(lives, ends.tolist(), strict=True) if live]
-        missing = sum(self._pages.num_missing(live, end) for live, end in wanted)
-        if missing > self._pages.pool.num_available:
+        pages = self._pages
+        wanted = [(self._owner(slot), int(end_S[slot])) for slot in slots.tolist()]
+        num_ahead = pages.num_ahead(self.num_running)
+        missing = sum(max(pages.num_missing(live, end), num_ahead) for live, end in wanted)
+        if missing > pages.pool.num_available:
+            num_ahead = 1
             wanted.sort(key=lambda pair: pair[0].key)
         for live, end in wanted:
-            while live.slot >= 0 and not self._pages.grow(live, end):
+            while live.slot >= 0 and not pages.grow(live, end, num_ahead):
                 self._preempt(max(self._running(), key=lambda other: other.key))
 
     def _make_room_for_head(self) -> None:
@@ -235,7 +239,7 @@ class Scheduler:
         live.slot = slot = self._free_slots.pop()
         self._by_slot[slot] = live
         self._prefilling[live.uid] = live
-        self.table.occupy(slot, live.uid, live.tokens, live.max_len)
+        self.table.occupy(slot, live.uid, live.tokens)
         self._draft_lengths.start(slot, live.request.params.num_speculative_tokens)
         self._num_constrained += live.constraint is not None
         self._pages.admit(live, hit)
@@ -251,48 +255,51 @@ class Scheduler:
         )
 
     def _assemble(
-        self, slot_B: Rows, k_B: Ints, bound_B: Ints, chunks: list[tuple[LiveRequest, int]]
-    ) -> StepPlan:
-        """Rows in order: those that decode or verify, then chunks. Moves the bounds."""
+        self,
+        slots: Rows,
+        k_S: Ints,
+        bound_S: Ints,
+        chunks: list[tuple[LiveRequest, int]],
+        samples_S: Bools,
+        width_S: Ints,
+    ) -> Flight:
+        """Rows in order: those that decode or verify, then chunks."""
         table = self.table
-        k = int(k_B.max()) if len(k_B) else 0
-        width_B = k_B + 1
-        table.launch(slot_B, width_B)
-        samples_B: Bools = np.ones(len(slot_B) + len(chunks), np.bool_)
+        k_B = k_S.take(slots)
+        query_len_B = k_B + 1
+        bound_B = bound_S.take(slots)
+        samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
+        k = int(k_B.max()) if len(slots) else 0
         if chunks:
-            slots = np.array([live.slot for live, _ in chunks])
-            lengths = np.array([length for _, length in chunks], np.int32)
-            ends = np.array([live.num_launched for live, _ in chunks], np.int32)
-            is_final = ends == table.committed_S[slots]
-            samples_B[len(slot_B) :] = is_final
-            final = slots[is_final]
-            table.launch(final, 1)
-            table.is_decoding_S[final] = True
-            for slot in final.tolist():
-                del self._prefilling[int(table.uid_S[slot])]
-            if len(final):
-                k = max(k, int(self._draft_lengths.wanted(final, self.num_steps + 1).max()))
-            slot_B = np.concatenate([slot_B, slots])
-            width_B = np.concatenate([width_B, lengths])
-            k_B = np.concatenate([k_B, np.zeros(len(chunks), np.int32)])
-            bound_B = np.concatenate([bound_B, ends])
-        self.num_steps += 1
-        late_B = self._late_rows(slot_B, samples_B) if self._num_constrained else None
-        return StepPlan(
+            wanted_S = self._draft_lengths.wanted(self.num_steps)
+            for row, (live, _) in enumerate(chunks, len(slots)):
+                is_final = live.num_launched == len(live.tokens)
+                samples_B[row] = samples_S[live.slot] = is_final
+                if is_final:
+                    width_S[live.slot] = 1
+                    table.stop_S[live.slot] = live.max_len
+                    k = max(k, int(wanted_S[live.slot]))
+                    del self._prefilling[live.uid]
+            slots = _extended(slots, [live.slot for live, _ in chunks])
+            k_B = _extended(k_B, [0] * len(chunks))
+            query_len_B = _extended(query_len_B, [length for _, length in chunks])
+            bound_B = _extended(bound_B, [live.num_launched for live, _ in chunks])
+        plan = StepPlan(
             step=self.num_steps,
             k=k,
-            uid_B=table.uid_S[slot_B],
-            slot_B=slot_B.astype(np.int32),
-            query_len_B=width_B,
+            uid_B=table.uid_S.take(slots),
+            slot_B=slots.astype(np.int32),
+            query_len_B=query_len_B,
             k_B=k_B,
             samples_B=samples_B,
             length_bound_B=bound_B,
-            late_B=late_B,
         )
+        if self._num_constrained:
+            plan.late_B = self._late_rows(slots, samples_B)
+        return Flight(plan, slots, samples_S, width_S)
 
-    def _late_rows(self, slot_B: Rows, samples_B: Bools) -> Bools | None:
-        lives = [self._by_slot[slot] for slot in slot_B.tolist()]
-        late_B = np.array([live is not None and live.constraint is not None for live in lives])
+    def _late_rows(self, slots: Rows, samples_B: Bools) -> Bools | None:
+        late_B = np.array([self._owner(slot).constraint is not None for slot in slots.tolist()])
         late_B &= samples_B
         return late_B if late_B.any() else None
 
@@ -300,55 +307,47 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> Emitted:
         """A result arrived. Returns the rows that somebody still waits for."""
-        assert self._in_flight[0] is plan, "results out of order"
+        table = self.table
+        flight = table.in_flight[0]
+        assert flight.plan is plan, "results out of order"
         assert result.step == plan.step, f"result {result.step} for plan {plan.step}"
-        self._in_flight.popleft()
         if result.prompt_logprobs:
             result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._requests)
-        owns_B = self.table.uid_S[plan.slot_B] == plan.uid_B
-        emitted_plan, emitted = plan, result
-        if not owns_B.all():
-            keep_B = self._settle_strays(plan, result, np.flatnonzero(~owns_B), owns_B)
-            emitted_plan, emitted = drop_rows(plan, result, keep_B)
-            plan, result = drop_rows(plan, result, owns_B)
-        table = self.table
-        table.commit(plan, result)
-        self._draft_lengths.learn(plan, result)
-        if plan.late_B is not None:
-            self._accept_constrained(plan, result)
-        full = table.committed_S[plan.slot_B] >= table.hash_at_S[plan.slot_B]
-        if full.any():
-            for slot in plan.slot_B[full].tolist():
-                self._pages.register_committed(self._owner(slot))
-        if result.done_B.any():
-            for slot in plan.slot_B[result.done_B != 0].tolist():
-                self._end(self._owner(slot))
-        return Emitted(
-            emitted.step,
-            emitted_plan.uid_B,
-            emitted.count_B,
-            emitted.token_BW,
-            emitted.done_B,
-            emitted.num_drafts_B,
-            emitted.num_accepted_B,
-            emitted.logprobs,
-            emitted.prompt_logprobs,
+        emitted = Emitted(
+            result.step,
+            plan.uid_B,
+            result.count_B,
+            result.token_BW,
+            result.done_B,
+            result.num_drafts_B,
+            result.num_accepted_B,
+            result.logprobs,
+            result.prompt_logprobs,
         )
+        if flight.strays:
+            emitted = keep_rows(emitted, self._settle_strays(flight, result))
+        table.commit(flight, result)
+        self._draft_lengths.learn(flight.slots, result)
+        if plan.late_B is not None:
+            self._accept_constrained(flight, result)
+        if result.done_B.any():
+            for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
+                if slot != table.num_slots:
+                    self._end(self._owner(slot))
+        return emitted
 
-    def _settle_strays(
-        self, plan: StepPlan, result: StepResult, rows: Rows, owns_B: Bools
-    ) -> Bools:
+    def _settle_strays(self, flight: Flight, result: StepResult) -> Bools:
         """Rows of requests that left their slots: output of preempted ones is kept, the rest is
         wasted. Returns which rows of the step to publish."""
-        keep_B = owns_B.copy()
-        for row in rows.tolist():
-            live = self._requests.get(int(plan.uid_B[row]))
+        keep_B: Bools = np.ones(len(flight.slots), np.bool_)
+        for row in flight.strays:
+            live = self._requests.get(int(flight.plan.uid_B[row]))
             if live is None:
+                keep_B[row] = False
                 self._wasted_rows += 1
                 self.num_wasted_rows += 1
                 continue
             assert live.num_draining > 0, f"request {live.uid} runs again and was not drained"
-            keep_B[row] = True
             tokens = result.token_BW[row, : result.count_B[row]].tolist()
             live.drained += tokens
             live.num_draining -= 1
@@ -360,11 +359,15 @@ class Scheduler:
                 live.absorb_drained()
         return keep_B
 
-    def _accept_constrained(self, plan: StepPlan, result: StepResult) -> None:
-        assert plan.late_B is not None
+    def _accept_constrained(self, flight: Flight, result: StepResult) -> None:
+        late_B = flight.plan.late_B
+        assert late_B is not None
         assert result.draft_BK is not None, "a late step delivers its drafts"
-        for row in np.flatnonzero(plan.late_B).tolist():
-            live = self._owner(int(plan.slot_B[row]))
+        for row in late_B.nonzero()[0].tolist():
+            slot = int(flight.slots[row])
+            if slot == self.table.num_slots:
+                continue
+            live = self._owner(slot)
             assert live.constraint is not None
             live.constraint.accept(result.token_BW[row, : result.count_B[row]].tolist())
             drafts = result.draft_BK[row].tolist()
@@ -372,7 +375,7 @@ class Scheduler:
 
     def late_masks(self, plan: StepPlan) -> LateMasks:
         """Masks of a late plan; every earlier result has been committed."""
-        assert self._in_flight[0] is plan, "masks before the previous commit"
+        assert self.table.in_flight[0].plan is plan, "masks before the previous commit"
         return late_masks(plan, self._requests, self.info.vocab_size)
 
     # ---- leaving a slot
@@ -384,9 +387,7 @@ class Scheduler:
 
     def _preempt(self, live: LiveRequest) -> None:
         """Give slot and pages back now; compute again from the tokens later."""
-        live.tokens = self.table.committed_tokens(live.slot)
-        self._leave(live)
-        live.num_draining = sum(bool((plan.uid_B == live.uid).any()) for plan in self._in_flight)
+        live.tokens, live.num_draining = self.table.committed_tokens(live.slot), self._leave(live)
         self.num_preemptions += 1
         self._events.preempted.append(live.uid)
         self._waiting.push(live)
@@ -398,15 +399,17 @@ class Scheduler:
         else:
             self._waiting.left()
 
-    def _leave(self, live: LiveRequest) -> None:
+    def _leave(self, live: LiveRequest) -> int:
+        """Slot and pages are free for the next plan. Returns the rows still in flight."""
         self._pages.release(live)
-        self.table.vacate(live.slot)
+        num_in_flight = self.table.vacate(live.slot)
         self._by_slot[live.slot] = None
         self._free_slots.append(live.slot)
         self._prefilling.pop(live.uid, None)
         self._num_constrained -= live.constraint is not None
         live.drafts = []
         live.slot = -1
+        return num_in_flight
 
     # ---- what others may know
 
@@ -472,3 +475,7 @@ class Scheduler:
         pool = self._pages.pool
         assert all(pool.num_refs(page) == owners[page] for page in range(pool.num_pages))
         pool.check()
+
+
+def _extended(values: Any, more: list[int]) -> Any:
+    return np.concatenate([values, np.array(more, values.dtype)])

@@ -10,10 +10,11 @@ import numpy as np
 from paceline.config import EngineConfig
 from paceline.scheduler.inflight import SlotTable
 from paceline.scheduler.live import LiveRequest
-from paceline.scheduler.prefix_cache import ROOT, PrefixCache, chain_digests, page_digest
+from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
 
 NEVER = 2**31 - 1
+MOST_AHEAD = 8  # pages taken at once while there are plenty
 
 
 class SequencePages:
@@ -21,7 +22,7 @@ class SequencePages:
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, table: SlotTable) -> None:
         self.page_size = info.page_size
-        self.cache = PrefixCache(info.num_pages)
+        self.cache = PrefixCache(info.num_pages, info.page_size)
         self.pool = self.cache.pool
         self._table = table
         self._is_caching = config.cache.enable_prefix_caching
@@ -41,11 +42,12 @@ class SequencePages:
 
     def find_hit(self, live: LiveRequest) -> list[int]:
         """Cached pages of a waiting request's beginning; at least one token stays to compute."""
+        live.chain = ROOT
         if not self._is_caching or live.wants_prompt_logprobs:
             return []
         num_pages = (len(live.tokens) - 1) // self.page_size
-        chain_digests(live.tokens, self.page_size, live.digests, num_pages)
-        return self.cache.find(live.digests[:num_pages])
+        pages, live.chain = self.cache.find(live.tokens, num_pages)
+        return pages
 
     def fits(self, live: LiveRequest, hit: list[int], headroom: int) -> bool:
         """Whether the rest of the request's pages can be had, and `headroom` more for others."""
@@ -62,15 +64,11 @@ class SequencePages:
         assert fresh is not None, "admitted a request that does not fit"
         live.pages = hit + fresh
         live.num_launched = len(hit) * self.page_size
-        live.num_hashed = len(hit)
-        live.last_digest = live.digests[len(hit) - 1] if hit else ROOT
+        live.num_hashed = len(hit) if self._is_caching else NEVER
         table, slot = self._table, live.slot
         table.page_room_S[slot] = len(live.pages) * self.page_size
         table.page_need_S[slot] = min(live.max_len - 1 + self._overhang, self._max_model_len)
-        table.hash_at_S[slot] = NEVER  # until the prompt's own pages are registered
-        if not self._is_caching:
-            live.num_hashed = NEVER
-        elif not live.wants_prompt_logprobs:
+        if self._is_caching and not live.wants_prompt_logprobs:
             self.cache.num_queried_tokens += len(live.tokens)
             self.cache.num_hit_tokens += live.num_launched
 
@@ -81,20 +79,27 @@ class SequencePages:
     # ---- growth
 
     def num_missing(self, live: LiveRequest, end: int) -> int:
-        return max(0, -(-end // self.page_size) - len(live.pages))
+        return -(-end // self.page_size) - len(live.pages)
 
-    def grow(self, live: LiveRequest, end: int) -> bool:
+    def num_ahead(self, num_running: int) -> int:
+        """Pages a request takes at once when it grows: several while the pool is far from full,
+        because that makes longer runs and fewer page table entries to send."""
+        return max(1, min(MOST_AHEAD, self.pool.num_available // (4 * num_running + 1)))
+
+    def grow(self, live: LiveRequest, end: int, num_ahead: int = 1) -> bool:
         """Pages for every position below `end`; False when there are not enough."""
-        count = -(-end // self.page_size) - len(live.pages)
-        fresh = self.pool.allocate(count, live.pages[-1])
+        pages, size = live.pages, self.page_size
+        index = len(pages)
+        count = -(-end // size) - index
+        if count < num_ahead:
+            most = -(-int(self._table.page_need_S[live.slot]) // size) - index
+            count = max(count, min(num_ahead, most))
+        fresh = self.pool.allocate(count, pages[-1])
         if fresh is None:
             return False
-        index = len(live.pages)
-        live.pages += fresh
-        self._table.page_room_S[live.slot] += count * self.page_size
-        for page in fresh:
-            self._appends.append((live.slot, index, page))
-            index += 1
+        pages += fresh
+        self._table.page_room_S[live.slot] = len(pages) * size
+        self._appends += [(live.slot, index + i, page) for i, page in enumerate(fresh)]
         return True
 
     def take_appends(self) -> PageAppends | None:
@@ -110,6 +115,7 @@ class SequencePages:
 
         Steps in flight may still write them; whoever gets them next is launched later.
         """
+        self._register_committed(live)
         self.pool.release(live.pages)
         live.pages = []
         if self._appends:
@@ -121,29 +127,29 @@ class SequencePages:
         """A chunk was planned: pages that it fills hold their final content in stream order."""
         num_full = live.num_launched // self.page_size
         if num_full > live.num_hashed:
-            chain_digests(live.tokens, self.page_size, live.digests, num_full)
-            for index in range(live.num_hashed, num_full):
-                self.cache.register(live.digests[index], live.pages[index])
-            live.num_hashed = num_full
-            live.last_digest = live.digests[num_full - 1]
-        if live.num_launched == len(live.tokens) and live.num_hashed != NEVER:
-            self._table.hash_at_S[live.slot] = (live.num_hashed + 1) * self.page_size + 1
+            self._register(live, live.tokens, num_full)
 
-    def register_committed(self, live: LiveRequest) -> None:
-        """Pages whose positions are all below the committed length - 1 are complete."""
-        table, slot, size = self._table, live.slot, self.page_size
-        num_full = (int(table.committed_S[slot]) - 1) // size
-        for index in range(live.num_hashed, num_full):
-            tokens = table.tokens_SL[slot, index * size : (index + 1) * size].tobytes()
-            live.last_digest = page_digest(live.last_digest, tokens)
-            self.cache.register(live.last_digest, live.pages[index])
+    def _register_committed(self, live: LiveRequest) -> None:
+        """Output pages are registered when the request leaves its slot: until then nobody is
+        likely to ask for them. Those whose positions are all below the committed length - 1 are
+        complete; before the last chunk is launched the prompt's own are known already."""
+        slot = live.slot
+        if live.num_launched < len(live.tokens):
+            return
+        num_full = (int(self._table.committed_S[slot]) - 1) // self.page_size
+        if num_full > live.num_hashed:
+            self._register(live, self._table.tokens_SL[slot], num_full)
+
+    def _register(self, live: LiveRequest, tokens: Ints, num_full: int) -> None:
+        first, size = live.num_hashed, self.page_size
+        live.chain = self.cache.register(
+            live.chain, tokens[first * size : num_full * size], live.pages[first:num_full]
+        )
         live.num_hashed = num_full
-        table.hash_at_S[slot] = (num_full + 1) * size + 1
 
-    def stop_hashing(self, live: LiveRequest) -> None:
+    def stop_registering(self, live: LiveRequest) -> None:
         """After a reset: what this request computes builds on what was to be forgotten."""
         live.num_hashed = NEVER
-        self._table.hash_at_S[live.slot] = NEVER
 
     def table_of(self, live: LiveRequest) -> Ints:
         return np.array(live.pages, np.int32)

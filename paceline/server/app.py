@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import uvloop
 from starlette.applications import Starlette
@@ -35,8 +36,10 @@ from paceline.server.tokens import TokenEndpoints
 logger = logging.getLogger(__name__)
 
 ClientFactory = Callable[[], Client]
+OnReady = Callable[[str, str], None]
 # After the drain's limit: time for the last error events to reach their readers.
 _FLUSH_S = 1.0
+_ENGINE_GRACE_S = 5.0
 
 
 def build_app(client: Client | None, options: ServerOptions) -> Starlette:
@@ -93,13 +96,13 @@ def run_server(
     client_factory: ClientFactory,
     options: ServerOptions,
     *,
-    on_ready: Callable[[str, Client], None] | None = None,
+    on_ready: OnReady | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code. Runs in the main thread.
 
     `client_factory` loads the model in a thread of its own while the server already answers
-    /health. `on_ready` gets the URL and the client once requests are served. What the factory
-    raises is raised here; a port that is in use is a PacelineError before anything is loaded.
+    /health. `on_ready` gets the URL and a command to try once requests are served. What the
+    factory raises is raised here; a port in use is a PacelineError before anything is loaded.
     """
     sock = bind(options)
     try:
@@ -109,6 +112,13 @@ def run_server(
         sock.close()
 
 
+def curl_line(url: str, options: ServerOptions) -> str:
+    """A command that asks the server something."""
+    key = "" if options.api_key is None else ' -H "Authorization: Bearer $PACELINE_API_KEY"'
+    message = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'"
+
+
 class _Life:
     """One run of the server."""
 
@@ -116,7 +126,7 @@ class _Life:
         self,
         client_factory: ClientFactory,
         options: ServerOptions,
-        on_ready: Callable[[str, Client], None] | None,
+        on_ready: OnReady | None,
     ) -> None:
         self._factory = client_factory
         self._on_ready = on_ready
@@ -145,16 +155,18 @@ class _Life:
                 return 0  # told to stop while loading
             service.attach(client)
             service.start_pump()
-            logger.info("serving %s on %s", service.model_names[0], url_of(sock))
+            url = url_of(sock)
+            logger.info("serving %s on %s", service.model_names[0], url)
             if self._on_ready is not None:
-                self._on_ready(url_of(sock), client)
+                self._on_ready(url, curl_line(url, self._options))
             return await self._serve(service)
         finally:
             # A second signal means now: no farewell to connections either.
-            await server.stop(grace_s=0.0 if self._signals > 1 else _FLUSH_S)
+            at_once = self._signals > 1
+            await server.stop(grace_s=0.0 if at_once else _FLUSH_S)
             service.close()
             if client is not None:
-                client.close()
+                client.close(0.0 if at_once else _ENGINE_GRACE_S)
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -190,8 +202,9 @@ class _Life:
 
     async def _await_client(self, loaded: asyncio.Future[Client]) -> Client | None:
         while not loaded.done():
-            stopped = asyncio.create_task(self._wake.wait())
-            await asyncio.wait({loaded, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            stopped = asyncio.ensure_future(self._wake.wait())
+            either: set[asyncio.Future[Any]] = {loaded, stopped}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if self._signals:
                 loaded.cancel()

@@ -38,24 +38,28 @@ async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                service.body_bytes += len(chunk)
-                if size > limit:
-                    raise _too_large(size, limit)
-                if service.body_bytes > _MAX_BODIES * limit:
-                    raise Overloaded("Too many large requests arrive at once; try again later.")
-                chunks.append(chunk)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    service.body_bytes += len(chunk)
+                    _check_sizes(size, limit, service.body_bytes)
+                    chunks.append(chunk)
+        except TimeoutError:
+            message = f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
+            raise HttpFailure(408, message) from None
+        except ClientDisconnect:
+            raise HttpFailure(499, "The client went away.") from None
         yield b"".join(chunks)
-    except TimeoutError:
-        raise HttpFailure(
-            408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
-        ) from None
-    except ClientDisconnect:
-        raise HttpFailure(499, "The client went away.") from None
     finally:
         service.body_bytes -= size
+
+
+def _check_sizes(size: int, limit: int, of_all: int) -> None:
+    if size > limit:
+        raise _too_large(size, limit)
+    if of_all > _MAX_BODIES * limit:
+        raise Overloaded("Too many large requests arrive at once; try again later.")
 
 
 def _too_large(size: int, limit: int) -> HttpFailure:

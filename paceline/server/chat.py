@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions. Owns the shape of chat replies and chunks, nothing of how they travel."""
+"""POST /v1/chat/completions. Owns the shape of chat replies and chunks, not how they travel."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ChatShape:
         choices = [
             ChatChoice(
                 index=piece.index,
-                message=ChatMessage(self._echo() + piece.text),
+                message=ChatMessage(content=self._echo() + piece.text),
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.server.requests import Message, TemplateFields
+from paceline.server.requests import Message, Templated
 from paceline.server.service import Service
 
 # Kinds of content parts -> the key that holds their text.
@@ -20,7 +20,7 @@ _PART_EXTRAS = {"type", "prompt_cache_breakpoint"}
 _OWN_NAMES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-async def render(service: Service, request: TemplateFields) -> str:
+async def render(service: Service, request: Templated) -> str:
     """The prompt of a conversation, by the model's template or the one that applies instead."""
     messages = template_messages(request.messages)
     arguments = template_arguments(request)
@@ -49,7 +49,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def template_arguments(request: TemplateFields) -> dict[str, Any]:
+def template_arguments(request: Templated) -> dict[str, Any]:
     """Keyword arguments of `ChatTemplate.render`, checked against each other."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
@@ -72,7 +72,7 @@ def template_arguments(request: TemplateFields) -> dict[str, Any]:
     }
 
 
-def final_text(request: TemplateFields) -> str:
+def final_text(request: Templated) -> str:
     """The text of the last message, which `echo` shows again when it is continued."""
     content = template_messages(request.messages[-1:])[0]["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from paceline.errors import InvalidRequest, nearest
-from paceline.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions
+from paceline.server.requests import ChatRequest, CompletionRequest, Message, Role, StreamOptions
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -55,13 +55,13 @@ _ADVICE = {
     "best_of": " Ask for n choices and compare their logprobs.",
 }
 
-_PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MAX_SHOWN = 80
 
 
 def parse(body: bytes, kind: type[T]) -> T:
     """The typed request in `body`, or InvalidRequest that says which field is wrong and why."""
-    raw = decode_object(body)
+    raw = decode_object(body, kind)
     check_names(raw, kind)
     try:
         return msgspec.convert(raw, kind, str_keys=True)
@@ -71,12 +71,15 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"The request holds a number that cannot be used: {error}.") from None
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes, kind: type[msgspec.Struct] | None = None) -> dict[str, Any]:
+    """Any JSON object; `kind` only helps to say where a number is out of range."""
     if not body.strip():
         raise InvalidRequest("The request body is empty; send a JSON object.")
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
+        if kind is not None:
+            _say_where(body, kind)
         raise InvalidRequest(
             f"The request body holds a value that cannot be used: {error}."
         ) from None
@@ -89,6 +92,16 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(raw)}.")
     return raw
+
+
+def _say_where(body: bytes, kind: type[msgspec.Struct]) -> None:
+    """Raise with the path of a number out of range, which untyped decoding does not know."""
+    try:
+        msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _as_invalid(error) from None
+    except (ValueError, RecursionError):
+        pass
 
 
 def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -147,6 +160,8 @@ def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequest(f"{param!r} is missing.", param=param)
     reason = reason.replace("`", "'")
+    if param and param.endswith(".role"):
+        reason += f"; use one of {', '.join(get_args(Role))}"
     return InvalidRequest(f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 

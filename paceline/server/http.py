@@ -101,7 +101,7 @@ class HttpServer:
         if self._main is not None:
             await self._main
         for connection in list(server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
     def _make_protocol(self) -> asyncio.Protocol:
         server = self._uvicorn

@@ -21,7 +21,7 @@ class InfoEndpoints:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card(name) for name in self._names()]))
+        return json_response(ModelList(data=[self._card(name) for name in self._names()]))
 
     async def model(self, request: Request) -> Response:
         self._names()

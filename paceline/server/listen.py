@@ -178,7 +178,7 @@ class Acceptor:
             self.lost()
 
     def _make_room(self) -> None:
-        """End connections that wait for a next request, and those that will, until there is room."""
+        """End connections that wait for a next request or will, until there is room."""
         for connection in list(self._connections):
             if connection.cycle is not None:  # a fresh one is about to ask
                 connection.shutdown()

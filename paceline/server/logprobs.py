@@ -1,4 +1,4 @@
-"""Token tables to the shapes that replies show them in: chat's, text completions', vLLM's prompt form.
+"""Token tables to the shapes of replies: chat's, text completions', vLLM's for prompts.
 
 Owns bytes and offsets of tokens. Values are raw: the model's distribution before any sampling.
 """

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_type_hints
 from paceline.errors import ConfigError
 
 MIB = 1 << 20
-UvicornLogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
 def _opt(default: Any, help: str) -> Any:
@@ -40,7 +39,9 @@ class ServerOptions:
     drain_timeout_s: float = _opt(30.0, "time for running requests after SIGTERM or Ctrl-C (ours)")
     write_timeout_s: float = _opt(120.0, "drop a client that reads nothing for so long (ours)")
     keep_alive_timeout_s: int = _opt(75, "close an idle connection after so long (ours)")
-    uvicorn_log_level: UvicornLogLevel = _opt("warning", "level of uvicorn's own log lines")
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug"] = _opt(
+        "warning", "level of uvicorn's own log lines"
+    )
     enable_request_logging: bool = _opt(True, "one log line per HTTP request (ours)")
 
     def __post_init__(self) -> None:

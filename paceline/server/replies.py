@@ -65,9 +65,9 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-class ChatMessage(msgspec.Struct):
-    content: str
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
+    content: str
     refusal: None = None
 
 
@@ -151,9 +151,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int
 
 
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
+class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 class Tokens(msgspec.Struct, kw_only=True):

@@ -5,7 +5,7 @@ A field that is absent or null is None: it then follows the model's or OpenAI's 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -73,17 +73,22 @@ class Message(msgspec.Struct, kw_only=True):
     audio: dict[str, Any] | None = None
 
 
-class TemplateFields(msgspec.Struct, kw_only=True):
-    """How messages become a prompt."""
+class Templated(Protocol):
+    """A request whose messages become a prompt. (msgspec types have one base at most.)"""
 
+    messages: list[Message]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class ChatRequest(GenerateFields, kw_only=True):
     messages: list[Message]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(TemplateFields, GenerateFields, kw_only=True):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -101,7 +106,12 @@ class TokenizeText(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class TokenizeChat(TemplateFields, kw_only=True):
+class TokenizeChat(msgspec.Struct, kw_only=True):
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

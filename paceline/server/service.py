@@ -46,10 +46,6 @@ class Client(Protocol):
     @property
     def stats(self) -> EngineStats: ...
     @property
-    def info(self) -> RunnerInfo | None:
-        return None if self._client is None else self._client.info
-
-    @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def default_sampling(self) -> Mapping[str, Any]: ...
@@ -68,7 +64,7 @@ class Client(Protocol):
     def abort(self, request_id: str) -> None: ...
     def fileno(self) -> int: ...
     def pump(self, timeout_s: float | None = 0.0) -> int: ...
-    def close(self) -> None: ...
+    def close(self, grace_s: float = ...) -> None: ...
 
 
 class State(Enum):
@@ -207,8 +203,8 @@ class Service:
         limit = self.options.max_waiting
         if num_sequences > limit:
             raise InvalidRequest(
-                f"The request asks for {num_sequences} sequences; this server takes at most {limit} "
-                "at a time (--max-waiting). Split it.",
+                f"The request asks for {num_sequences} sequences; this server takes {limit} at a "
+                "time (--max-waiting). Split it.",
                 param="n",
             )
         if self._num_open + num_sequences > limit:

@@ -18,8 +18,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from paceline.checkpoint.source import ModelFiles
-from paceline.errors import ConfigError, InvalidRequest
 from paceline.checkpoint.tokenizer_config import NAMED_TOKENS, read_tokenizer_config
+from paceline.errors import ConfigError, InvalidRequest
 
 Message = dict[str, Any]
 # Renders messages with one template; empty when it refuses them.

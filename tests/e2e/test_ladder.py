@@ -14,11 +14,6 @@ from tests.e2e.ladder import Rung, Workshop, pairwise, product, run_rung
 LAST_RUN = Path(__file__).parent.parent / "ladder_last_run.json"
 
 
-@pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("ladder"))
-
-
 def check(rung: Rung, workshop: Workshop) -> dict[str, int]:
     tokens, seen = run_rung(rung, workshop)
     assert tokens == workshop.expected(rung.family)

@@ -85,9 +85,7 @@ def submit(client: EngineClient, request_id: str, prompt: str, **params: Any) ->
     stream = Stream()
     ids = client.tokenizer.encode(prompt)
     sampling = SamplingParams(**params)
-    stream.generation = client.submit(
-        request_id, ids, sampling, on_deltas=stream, prompt=prompt
-    )
+    stream.generation = client.submit(request_id, ids, sampling, on_deltas=stream, prompt=prompt)
     return stream
 
 

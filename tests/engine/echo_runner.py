@@ -167,7 +167,11 @@ def _logprobs(slot: Slot, row: int, positions: range, top: int) -> TokenLogprobs
     values = np.zeros((len(positions), 1 + top), np.float32)
     for i, position in enumerate(positions):
         token = slot.token_at(position)
-        best = [(token + 1) % VOCAB_SIZE, token, *((token + 2 + j) % VOCAB_SIZE for j in range(top))]
+        best = [
+            (token + 1) % VOCAB_SIZE,
+            token,
+            *((token + 2 + j) % VOCAB_SIZE for j in range(top)),
+        ]
         ids[i] = [token, *best[:top]]
         values[i] = [-1.5, *(-0.5 - j for j in range(top))]
     return TokenLogprobs(row, ids, values, np.full(len(positions), 2, np.int32))

@@ -69,7 +69,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused() -> None:
     small = RunnerInfo(2, 16, 4, 64, 300, 0, 0)
-    with pytest.raises(PromptTooLong, match="32") as caught:
+    with pytest.raises(PromptTooLong, match="room for 32") as caught:
         admission(small).check([1] * 40, SamplingParams())
     assert "--kv-cache-memory-bytes" in str(caught.value)
 

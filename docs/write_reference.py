@@ -6,7 +6,6 @@ Never edited by hand; a test compares the file with what this writes.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from paceline.cli import build_parser, leaf_parsers
@@ -46,4 +45,4 @@ def _escape(text: str) -> str:
 if __name__ == "__main__":
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(reference(), encoding="utf-8")
-    sys.stdout.write(f"wrote {TARGET}\n")
+    print(f"wrote {TARGET}")

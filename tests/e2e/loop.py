@@ -1,0 +1,73 @@
+"""The engine's loop over a real runner in this thread: for tests that look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.messages import StepMessage, decode
+from paceline.request import EngineRequest, SamplingParams
+from paceline.runner.runner import CpuRunner
+from paceline.runner.startup import build_runner
+from paceline.scheduler.events import TokenConstraint
+from tests.e2e.ladder import Workshop
+
+
+def tiny_engine(
+    workshop: Workshop,
+    spec: dict[str, Any] | None = None,
+    *,
+    delay: Callable[[str], None] | None = None,
+    **options: Any,
+) -> tuple[Engine, CpuRunner, dict[int, list[int]]]:
+    """An engine, its runner, and the tokens that it publishes by uid."""
+    defaults: dict[str, Any] = {
+        "model": workshop.target_folder("llama"),
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "cpu_threads": 1,
+    }
+    config = EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
+    runner = build_runner(config, lambda name, share: None)
+    assert isinstance(runner, CpuRunner)
+    published: dict[int, list[int]] = {}
+
+    def publish(data: bytes) -> None:
+        message = decode(data)
+        assert isinstance(message, StepMessage)
+        for uid, count, row in zip(
+            message.uid_B.tolist(), message.count_B.tolist(), message.token_BW.tolist(), strict=True
+        ):
+            published.setdefault(uid, []).extend(row[:count])
+
+    return Engine(runner, config, publish, delay=delay), runner, published
+
+
+def request(uid: int, prompt: Sequence[int], **params: Any) -> EngineRequest:
+    values = {"temperature": 0.0, "max_tokens": 20, "seed": uid, "detokenize": False, **params}
+    params_of = SamplingParams(**values)
+    return EngineRequest(
+        uid=uid,
+        prompt_token_ids=list(prompt),
+        params=params_of,
+        eos_token_ids=() if params_of.ignore_eos else (2,),
+    )
+
+
+def finish(engine: Engine, limit: int = 5000) -> None:
+    for _ in range(limit):
+        if not engine.turn():
+            return
+    raise AssertionError(f"the engine did not finish in {limit} turns")
+
+
+def add_all(
+    engine: Engine,
+    requests: Sequence[EngineRequest],
+    constraints: dict[int, TokenConstraint] | None = None,
+) -> None:
+    for one in requests:
+        engine.add(one, constraint=(constraints or {}).get(one.uid))

@@ -1,0 +1,216 @@
+"""Speculation changes nothing: seeded tokens, every sampling feature, logprobs, stops, limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SamplingParams
+from tests.e2e.engines import NGRAM, draft_model, run, tokens
+from tests.e2e.ladder import PROMPTS, Workshop
+from tests.tiny import VOCAB
+
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.3, "temperature": 0.0},
+    {"logit_bias": {5: 3.0, 9: -100.0}},
+    {"allowed_token_ids": list(range(10, 60))},
+    {"min_tokens": 12, "stop_token_ids": list(range(3, 25))},
+    {"logprobs": 3, "temperature": 0.7},
+    {"n": 3},
+]
+
+
+def feature_batch() -> list[SamplingParams]:
+    return [
+        SamplingParams(**{"max_tokens": 24, "seed": 100 + i, "detokenize": False, **feature})
+        for i, feature in enumerate(FEATURES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(workshop: Workshop) -> list[list[list[int]]]:
+    return tokens(run(workshop, PROMPTS, feature_batch()))
+
+
+@pytest.mark.trap("E12")
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_every_sampling_feature_gives_the_tokens_of_a_run_without_drafts(
+    workshop: Workshop, plain: list[list[list[int]]], drafter: str, depth: int
+) -> None:
+    spec = NGRAM if drafter == "ngram" else draft_model(workshop)
+    outputs = run(workshop, PROMPTS, feature_batch(), spec, run_ahead=depth)
+    assert tokens(outputs) == plain
+    assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
+
+
+def test_seeded_tokens_depend_neither_on_batch_nor_chunks_nor_preemption(
+    workshop: Workshop, plain: list[list[list[int]]]
+) -> None:
+    tight = run(
+        workshop,
+        PROMPTS,
+        feature_batch(),
+        draft_model(workshop, 2),
+        max_num_batched_tokens=18,
+        block_size=4,
+        num_gpu_blocks_override=70,
+    )
+    assert tokens(tight) == plain
+    assert sum(o.metrics.num_preemptions for o in tight) > 0
+    alone = run(workshop, PROMPTS[3:4], feature_batch()[3:4], max_num_seqs=1)
+    assert tokens(alone) == plain[3:4]
+
+
+def test_n_uses_seed_plus_index(workshop: Workshop) -> None:
+    several = SamplingParams(n=3, seed=40, max_tokens=8, detokenize=False)
+    single = [SamplingParams(seed=40 + i, max_tokens=8, detokenize=False) for i in range(3)]
+    (together,) = tokens(run(workshop, PROMPTS[2:3], several))
+    apart = tokens(run(workshop, [PROMPTS[2]] * 3, single))
+    assert together == [tokens_of[0] for tokens_of in apart]
+
+
+def test_logprobs_equal_those_without_speculation(workshop: Workshop) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=4, detokenize=False)
+    without = run(workshop, PROMPTS, params)
+    for spec in (NGRAM, draft_model(workshop)):
+        drafted = run(workshop, PROMPTS, params, spec)
+        assert tokens(drafted) == tokens(without)
+        for a, b in zip(drafted, without, strict=True):
+            tables_a, tables_b = a.outputs[0].logprobs, b.outputs[0].logprobs
+            assert tables_a is not None
+            assert tables_b is not None
+            assert len(tables_a) == len(a.outputs[0].token_ids)
+            for x, y in zip(tables_a, tables_b, strict=True):
+                assert x.keys() == y.keys()
+                for token, entry in x.items():
+                    assert entry.logprob == pytest.approx(y[token].logprob, abs=1e-4)
+                    assert entry.rank == y[token].rank
+
+
+def test_prompt_logprobs_equal_the_reference_in_chunks_and_after_preemption(
+    workshop: Workshop,
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=2, detokenize=False)
+    model = workshop.target("llama")
+    outputs = run(
+        workshop, PROMPTS, params, NGRAM, max_num_batched_tokens=31, num_gpu_blocks_override=18
+    )
+    for output in outputs:
+        ids = torch.tensor(output.prompt_token_ids)
+        with torch.no_grad():
+            expected = model(ids[None]).logits[0].log_softmax(-1)
+        table = output.prompt_logprobs
+        assert table is not None
+        assert len(table) == len(ids)
+        assert table[0] is None
+        for position, entry in enumerate(table[1:]):
+            assert entry is not None
+            token = int(ids[position + 1])
+            value = float(expected[position, token])
+            assert entry[token].logprob == pytest.approx(value, abs=1e-4)
+            best = {int(i) for i in expected[position].topk(2).indices}
+            assert best <= set(entry)
+        assert output.num_cached_tokens == 0
+
+
+@pytest.mark.trap("E11")
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+def test_min_tokens_and_stops_hold_inside_a_window(workshop: Workshop, drafter: str) -> None:
+    spec = {"none": None, "ngram": NGRAM, "draft_model": draft_model(workshop)}[drafter]
+    greedy = tokens(run(workshop, PROMPTS, SamplingParams(temperature=0, max_tokens=24)))
+    for wanted in (1, 5, 11):
+        stops = sorted({t[0][min(3, len(t[0]) - 1)] for t in greedy})
+        params = SamplingParams(
+            temperature=0, max_tokens=24, min_tokens=wanted, stop_token_ids=stops[:20]
+        )
+        for output in run(workshop, PROMPTS, params, spec):
+            out = output.outputs[0]
+            assert len(out.token_ids) >= wanted
+            assert not set(out.token_ids[: wanted - 1]) & {*stops[:20], 2}
+            if out.finish_reason == "stop":
+                assert out.token_ids[-1] in {*stops[:20], 2}
+            else:
+                assert len(out.token_ids) == 24
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_request_ends_exactly_at_max_model_len(
+    workshop: Workshop, drafter: str, depth: int
+) -> None:
+    spec = {"none": None, "ngram": NGRAM, "draft_model": draft_model(workshop, 5)}[drafter]
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    limit = 64
+    prompts = [PROMPTS[6][: limit - j] for j in range(1, 13)]
+    outputs = run(workshop, prompts, params, spec, max_model_len=limit, run_ahead=depth)
+    plain = run(workshop, prompts, params, None, max_model_len=limit)
+    assert tokens(outputs) == tokens(plain)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(prompt) + len(output.outputs[0].token_ids) == limit
+        assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.trap("E4")
+def test_probabilistic_drafts_of_a_draft_model_keep_the_targets_distribution(
+    workshop: Workshop,
+) -> None:
+    """First two tokens of many seeds, drafted and not, in one batch with greedy rows."""
+    spec = draft_model(workshop, 3, draft_sample_method="probabilistic")
+    count = 1500
+    params = [
+        SamplingParams(seed=seed, max_tokens=3, top_k=6, ignore_eos=True) for seed in range(count)
+    ] + [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 20
+    prompts = [PROMPTS[2]] * len(params)
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
+    drafted = tokens(run(workshop, prompts, params, spec, **options))
+    plain = tokens(run(workshop, prompts, params, None, **options))
+    assert drafted[count:] == plain[count:]
+    for position in (1, 2):
+        a = Counter(t[0][position] for t in drafted[:count])
+        b = Counter(t[0][position] for t in plain[:count])
+        # Two-sample chi-square over the tokens seen often enough.
+        common = [t for t in a | b if a[t] + b[t] >= 20]
+        chi = sum((a[t] - b[t]) ** 2 / (a[t] + b[t]) for t in common)
+        assert chi < len(common) + 5 * (2 * len(common)) ** 0.5
+
+
+def test_synthetic_acceptance_has_the_asked_mean_length(workshop: Workshop) -> None:
+    spec = {
+        **draft_model(workshop, 3),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    params = [
+        SamplingParams(temperature=0, seed=i, max_tokens=100, ignore_eos=True) for i in range(12)
+    ]
+    outputs = run(workshop, [PROMPTS[2]] * 12, params, spec, enable_prefix_caching=False)
+    emitted = sum(len(o.outputs[0].token_ids) - 1 for o in outputs)
+    steps = sum(o.metrics.num_steps - 1 for o in outputs)
+    assert emitted / steps == pytest.approx(2.5, abs=0.15)
+
+
+@pytest.mark.trap("G3")
+def test_drafts_after_a_prefix_hit_are_as_good_as_without(workshop: Workshop) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    spec = draft_model(workshop, 3)
+    prompts = [PROMPTS[5]] * 4
+    hits = run(workshop, prompts, params, spec, max_num_seqs=1)
+    cold = run(workshop, prompts, params, spec, max_num_seqs=1, enable_prefix_caching=False)
+    assert tokens(hits) == tokens(cold)
+    assert [o.num_cached_tokens > 0 for o in hits] == [False, True, True, True]
+    accepted = {o.metrics.num_accepted_tokens for o in [*hits, *cold]}
+    assert len(accepted) == 1, f"acceptance differs after a hit: {accepted}"
+
+
+def test_vocabulary_is_covered() -> None:
+    assert all(0 <= t < VOCAB for p in PROMPTS for t in p)

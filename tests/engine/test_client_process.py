@@ -1,0 +1,263 @@
+"""The engine as a real process: how it starts, how it dies, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.engine.client import EngineClient
+from paceline.errors import CheckpointError, EngineDead
+from tests.engine.echo_client import (
+    FACTORY,
+    echo_client,
+    echo_front,
+    pump_until_finished,
+    run,
+    submit,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A shell's background jobs, and so perhaps these tests, begin with SIGINT ignored.
+SCRIPT = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from paceline.config import EngineConfig
+from paceline.engine.client import EngineClient
+from tests.engine.echo_client import FACTORY, echo_front, run
+
+def say(stage, fraction):
+    print("progress", flush=True)
+
+config = EngineConfig.from_keywords(model=sys.argv[1])
+client = EngineClient.start(config, factory=FACTORY, front=echo_front(), progress=say)
+print("pid", client.engine_pid, flush=True)
+print(run(client, "abc", max_tokens=6).text(), flush=True)
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A front of its own, in a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_gone(pid: int, within_s: float) -> bool:
+    give_up_s = time.monotonic() + within_s
+    while is_running(pid):
+        if time.monotonic() > give_up_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def pid_of(client: EngineClient) -> int:
+    assert client.engine_pid is not None
+    return client.engine_pid
+
+
+def test_requests_run_in_a_process_that_is_gone_after_close() -> None:
+    with echo_client(in_process=False) as client:
+        assert pid_of(client) != os.getpid()
+        streams = [submit(client, str(i), f"prompt {i} ", max_tokens=18, n=2) for i in range(12)]
+        pump_until_finished(client, *streams)
+        assert [s.text(1) for s in streams] == [(f"prompt {i} " * 3)[:18] for i in range(12)]
+        pid = pid_of(client)
+    assert not is_running(pid)
+
+
+def test_a_killed_engine_is_noticed_at_once_by_every_open_request() -> None:
+    with echo_client("delay_s=0.005", in_process=False) as client:
+        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(3)]
+        while not all(s.deltas for s in streams):
+            client.pump(1.0)
+        os.kill(pid_of(client), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            while True:
+                client.pump(5.0)
+        assert time.monotonic() - started < 2.0
+        for stream in streams:
+            assert stream.last().finish_reason == "error"
+            assert stream.generation is not None
+            assert isinstance(stream.generation.error, EngineDead)
+        with pytest.raises(EngineDead):
+            submit(client, "later", "abc")
+
+
+def test_an_idle_front_learns_of_a_dead_engine_when_it_submits() -> None:
+    with echo_client(in_process=False) as client:
+        os.kill(pid_of(client), signal.SIGKILL)
+        assert wait_gone(pid_of(client), 2.0)
+        with pytest.raises(EngineDead):
+            for i in range(2):
+                submit(client, str(i), "abc")
+
+
+def test_a_device_failure_reaches_the_front_with_its_place() -> None:
+    with echo_client("fail_at=2", in_process=False) as client:
+        submit(client, "one", "abc", max_tokens=9)
+        with pytest.raises(EngineDead, match="caught fire"):
+            while True:
+                client.pump(5.0)
+
+
+def test_the_engine_dies_with_its_front() -> None:
+    with start(SCRIPT + "\ntime.sleep(60)", "") as front:
+        lines = [first_line(front) for _ in range(4)]
+        pid = int(lines[2].split()[1])
+        assert lines[3] == "abcabc"
+        assert is_running(pid)
+        front.kill()
+        assert wait_gone(pid, 2.0)
+
+
+def test_a_front_that_ends_without_closing_leaves_no_engine() -> None:
+    with start(SCRIPT, "") as front:
+        pid = int([first_line(front) for _ in range(3)][2].split()[1])
+        assert front.wait(10) == 0
+        assert wait_gone(pid, 2.0)
+
+
+def test_a_script_without_a_main_guard_works(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), ""],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.splitlines()[-1] == "abcabc", done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("moment", ["at once", "while loading"])
+def test_ctrl_c_while_loading_ends_everything_within_two_seconds(moment: str) -> None:
+    with start(SCRIPT, "load_s=60") as front:
+        if moment == "while loading":
+            assert first_line(front) == "progress"
+        else:
+            time.sleep(0.3)
+        os.killpg(front.pid, signal.SIGINT)  # as a terminal does
+        started = time.monotonic()
+        front.wait(10)
+        assert time.monotonic() - started < 2.0
+        give_up_s = time.monotonic() + 1.0
+        while members(front.pid) and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        assert members(front.pid) == []
+        assert front.stderr is not None
+        noise = front.stderr.read()
+        assert noise.count("Traceback") <= 1, noise  # the front's own, of the script
+
+
+def test_a_terminate_signal_to_the_group_leaves_the_decision_to_the_front() -> None:
+    code = f"""{SCRIPT}
+signal.signal(signal.SIGTERM, lambda *_: None)
+print("listening", flush=True)
+signal.pause()
+print(run(client, "xy", max_tokens=4).text(), flush=True)
+"""
+    with start(code, "") as front:
+        assert [first_line(front) for _ in range(5)][4] == "listening"
+        time.sleep(0.05)
+        os.killpg(front.pid, signal.SIGTERM)
+        assert first_line(front) == "xyxy"
+
+
+def test_an_error_while_loading_keeps_its_type_and_message() -> None:
+    config = EngineConfig.from_keywords(model="refuse=/nowhere")
+    for in_process in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            EngineClient.start(config, factory=FACTORY, front=echo_front(), in_process=in_process)
+        assert str(caught.value) == "/nowhere is no checkpoint."
+
+
+def test_an_unexpected_error_while_loading_says_where_it_came_from() -> None:
+    config = EngineConfig.from_keywords(model="no-such-option=1")
+    with pytest.raises(EngineDead, match="could not start") as caught:
+        EngineClient.start(config, factory=FACTORY, front=echo_front())
+    assert "echo_runner.py" in str(caught.value)
+
+
+def test_a_factory_that_does_not_exist_is_an_error_and_no_hang() -> None:
+    config = EngineConfig.from_keywords()
+    with pytest.raises(EngineDead, match="no_such_module"):
+        EngineClient.start(config, factory="no_such_module:build", front=echo_front())
+
+
+def test_an_engine_started_by_a_thread_outlives_the_thread() -> None:
+    clients: list[EngineClient] = []
+    config = EngineConfig.from_keywords()
+
+    def begin() -> None:
+        clients.append(EngineClient.start(config, factory=FACTORY, front=echo_front()))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    assert run(clients[0], "abc", max_tokens=6).text() == "abcabc"
+    clients[0].close()
+
+
+def test_a_fork_of_the_front_does_not_take_the_engine_with_it() -> None:
+    code = "\nimport os\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()\n"
+    more = "print(run(client, 'xy', max_tokens=4).text(), flush=True)"
+    with start(SCRIPT + code + more, "") as front:
+        out, errors = front.communicate(timeout=20)
+        assert out.splitlines()[-1] == "xyxy", errors
+
+
+def test_a_stopped_front_does_not_lose_what_the_engine_said() -> None:
+    """The front sleeps while the engine runs; its messages wait and are all there."""
+    with echo_client(in_process=False) as client:
+        streams = [submit(client, str(i), "abcdefgh", max_tokens=200) for i in range(8)]
+        time.sleep(0.5)
+        pump_until_finished(client, *streams)
+        assert {s.text() for s in streams} == {"abcdefgh" * 25}

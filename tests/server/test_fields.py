@@ -1,0 +1,322 @@
+"""Which request fields are taken, which have no effect, which are refused and how."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.errors import InvalidRequest
+from paceline.request import SamplingParams
+from paceline.server.fields import NOT_BUILT, WITHOUT_EFFECT, parse
+from paceline.server.params import chat_params, completion_params
+from paceline.server.requests import ChatRequest, CompletionRequest, GenerateFields, TokenizeText
+from tests.server.fake_client import FakeClient
+from tests.server.serving import Served
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+# As OpenAI's schema of August 2026 lists them.
+OPENAI_CHAT = """
+    audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
+    max_tokens messages metadata modalities model moderation n parallel_tool_calls prediction
+    presence_penalty prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort
+    response_format safety_identifier seed service_tier stop store stream stream_options temperature
+    tool_choice tools top_logprobs top_p user verbosity web_search_options
+""".split()
+OPENAI_COMPLETIONS = """
+    best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt
+    seed stop stream stream_options suffix temperature top_p user
+""".split()
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatRequest)
+
+
+def refused(body: bytes, kind: type[msgspec.Struct] = ChatRequest) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, kind)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", OPENAI_CHAT)
+def test_every_chat_field_of_openai_has_a_policy(name: str) -> None:
+    known = ChatRequest.__struct_fields__
+    assert (name in known) + (name in WITHOUT_EFFECT) + (name in NOT_BUILT) == 1
+
+
+@pytest.mark.parametrize("name", OPENAI_COMPLETIONS)
+def test_every_completion_field_of_openai_has_a_policy(name: str) -> None:
+    known = CompletionRequest.__struct_fields__
+    assert (name in known) + (name in WITHOUT_EFFECT) + (name in NOT_BUILT) == 1
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+@pytest.mark.parametrize("value", [None, "x", {"a": "b"}], ids=repr)
+def test_fields_without_effect_are_accepted(name: str, value: object) -> None:
+    assert chat(**{name: value}) == chat()
+
+
+NOTHING = [(name, value) for name, values in NOT_BUILT.items() for value in (None, *values)]
+
+
+@pytest.mark.parametrize(("name", "value"), NOTHING, ids=repr)
+def test_an_unsupported_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
+    assert chat(**{name: value}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "auto"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("parallel_tool_calls", True),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "text", "strict": True}),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("moderation", {}),
+        ("web_search_options", {}),
+        ("reasoning_effort", "high"),
+        ("verbosity", "low"),
+        ("store", True),
+        ("store", 0),  # not false
+        ("suffix", "end"),
+        ("best_of", 2),
+        ("best_of", True),  # not 1
+    ],
+    ids=repr,
+)
+def test_an_unsupported_field_is_refused_by_name(name: str, value: object) -> None:
+    body = json.dumps({"messages": MESSAGES, name: value}).encode()
+    error = refused(body)
+    assert error.param == name
+    assert name in str(error)
+    assert "not supported" in str(error)
+
+
+def test_best_of_n_of_n_asks_for_nothing() -> None:
+    body = {"prompt": "x", "n": 3, "best_of": 3}
+    assert parse(json.dumps(body).encode(), CompletionRequest).n == 3
+    assert refused(json.dumps(body | {"best_of": 1}).encode(), CompletionRequest).param == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("top_logprob", "top_logprobs"),
+        ("repition_penalty", "repetition_penalty"),
+        ("chat_template_kwarg", "chat_template_kwargs"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest_one(name: str, near: str) -> None:
+    error = refused(json.dumps({"messages": MESSAGES, name: 1}).encode())
+    assert error.param == name
+    assert f"Did you mean {near!r}?" in str(error)
+
+
+def test_a_name_like_no_other_is_refused_without_a_guess() -> None:
+    error = refused(json.dumps({"messages": MESSAGES, "zzz" * 100: 1}).encode())
+    assert "Did you mean" not in str(error)
+    assert len(str(error)) < 150
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme"),
+        ({"messages": MESSAGES, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": ["x"]}, "messages[0]"),
+        ({}, "messages"),
+        ({"messages": MESSAGES, "max_tokens": "3"}, "max_tokens"),
+        ({"messages": MESSAGES, "max_tokens": 3.5}, "max_tokens"),
+        ({"messages": MESSAGES, "max_tokens": True}, "max_tokens"),
+        ({"messages": MESSAGES, "temperature": "hot"}, "temperature"),
+        ({"messages": MESSAGES, "stream": 1}, "stream"),
+        ({"messages": MESSAGES, "stop": [1]}, "stop[0]"),
+        ({"messages": MESSAGES, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"messages": MESSAGES, "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"messages": MESSAGES, "seed": 2**64}, "seed"),
+        ({"messages": MESSAGES, "n": 10**40}, "n"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_type_names_its_path(fields: dict[str, Any], param: str) -> None:
+    assert refused(json.dumps(fields).encode()).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "empty"),
+        (b"  \n", "empty"),
+        (b"{", "not JSON"),
+        (b"{'a': 1}", "not JSON"),
+        (b'{"a": 1} x', "not JSON"),
+        (b'{"temperature": NaN}', "not JSON"),
+        (b'{"temperature": -Infinity}', "not JSON"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": "\\ud800"}', "not JSON"),
+        (b"[]", "an array"),
+        (b'"x"', "a string"),
+        (b"null", "null"),
+        (b"true", "a boolean"),
+        (b"3", "a number"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"messages": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+    ids=lambda v: repr(v[:30]),
+)
+def test_a_broken_body_is_explained(body: bytes, says: str) -> None:
+    assert says in str(refused(body))
+
+
+@pytest.mark.parametrize("digits", [b"1e999", b"-1e999", b"9" * 400, b"9" * 6000])
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "priority"])
+def test_a_number_that_nothing_can_hold_names_its_field(name: str, digits: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "%b": %b}' % (name.encode(), digits)
+    assert refused(body).param == name
+
+
+def test_a_huge_integer_in_free_form_arguments_is_refused() -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "extra_args": {"a": %b}}'
+    assert refused(body % (b"9" * 6000)).param is not None
+
+
+def test_the_policy_for_openai_fields_holds_for_generation_only() -> None:
+    assert refused(b'{"prompt": "x", "user": "u"}', TokenizeText).param == "user"
+
+
+# ---- to sampling parameters
+
+SAME = {
+    "n": 2,
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.125,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2],
+    "min_tokens": 3,
+    "max_tokens": 9,
+    "stop": ["END"],
+    "stop_token_ids": [4],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "seed": -5,
+    "prompt_logprobs": 2,
+    "skip_special_tokens": False,
+    "logits_processors": ["mod:Class"],
+    "extra_args": {"a": [1]},
+    "num_speculative_tokens": 1,
+}
+
+
+def test_every_sampling_field_arrives(server: Served, client: FakeClient) -> None:
+    assert server.complete(**SAME, priority=4).status == 200
+    expected = SamplingParams(**{**SAME, "logit_bias": {5: 1.5}})
+    assert client.last.params == expected
+    assert client.last.priority == 4
+    assert server.chat(**SAME).status == 200
+    assert client.last.params == expected
+
+
+def test_every_field_of_sampling_params_can_be_asked_for() -> None:
+    """Those of SamplingParams that a request does not name are not for HTTP."""
+    fields = set(SamplingParams.__dataclass_fields__)
+    named = set(GenerateFields.__struct_fields__)
+    assert fields - named == {"detokenize", "logprobs"}  # logprobs differ by endpoint
+
+
+def test_openai_defaults_apply_where_nobody_says_otherwise() -> None:
+    asked = parse(b'{"prompt": "x"}', CompletionRequest)
+    assert completion_params(asked, {}) == SamplingParams(temperature=1.0, max_tokens=16)
+    assert chat_params(chat(), {}) == SamplingParams(temperature=1.0, max_tokens=None)
+
+
+def test_model_defaults_come_before_openai_and_after_the_request() -> None:
+    defaults = {"temperature": 0.2, "top_k": 5, "max_tokens": 99}
+    params = chat_params(chat(top_k=6), defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.2, 6, 99)
+    asked = parse(b'{"prompt": "x", "max_tokens": 3, "temperature": 0}', CompletionRequest)
+    assert completion_params(asked, defaults) == SamplingParams(
+        temperature=0, top_k=5, max_tokens=3
+    )
+
+
+def test_null_is_as_good_as_absent() -> None:
+    every = dict.fromkeys(n for n in ChatRequest.__struct_fields__ if n != "messages")
+    assert chat_params(chat(**every), {"top_k": 3}) == chat_params(chat(), {"top_k": 3})
+
+
+def test_max_completion_tokens_is_the_new_name_of_max_tokens() -> None:
+    assert chat_params(chat(max_completion_tokens=7), {}).max_tokens == 7
+    assert chat_params(chat(max_completion_tokens=7, max_tokens=7), {}).max_tokens == 7
+    with pytest.raises(InvalidRequest) as caught:
+        chat_params(chat(max_completion_tokens=7, max_tokens=8), {})
+    assert caught.value.param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": -3, "logprobs": True}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_value_out_of_place_is_a_400_with_its_param(
+    server: Served, fields: dict[str, Any], param: str
+) -> None:
+    reply = server.chat(**fields)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert reply.error["type"] == "invalid_request_error"
