@@ -16,6 +16,8 @@ from paceline.errors import CheckpointError, MissingExtra
 
 logger = logging.getLogger(__name__)
 
+_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -32,12 +34,15 @@ def fetch(repo_id: str, revision: str | None, wanted: Callable[[list[str]], list
     """
     hf = _huggingface_hub()
     try:
-        names = hf.HfApi().list_repo_files(repo_id, revision=revision)
+        # Unlike a listing of the tree, this is one request that is not tried again for half a
+        # minute when nobody answers.
+        info = hf.HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
     except Exception as error:
         reason = _out_of_reach(hf, error)
         if reason is None:
             raise _explained(hf, repo_id, revision, error) from None
         return _cached(hf, repo_id, revision, reason)
+    names = [file.rfilename for file in info.siblings or ()]
     patterns = [glob.escape(name) for name in wanted(names)]
     try:
         folder = hf.snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
@@ -110,7 +115,7 @@ def _explained(hf: Any, repo_id: str, revision: str | None, error: Exception) ->
     if isinstance(error, OSError) and error.errno is not None:
         return CheckpointError(
             f"{shown} could not be written to {hf.constants.HF_HUB_CACHE}: {error.strerror}. Free "
-            "some space or set HF_HOME to another folder, then start again; it resumes."
+            "some space or set HF_HOME to another folder, then start again; whole files are kept."
         )
     return CheckpointError(f"{shown} could not be fetched: {_first_line(error)}")
 

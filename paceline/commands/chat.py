@@ -59,6 +59,7 @@ class Conversation:
             try:
                 return input("> " if sys.stdin.isatty() else "")
             except EOFError:
+                print(file=sys.stderr)  # the shell's next prompt gets a line of its own
                 return None
             except KeyboardInterrupt:
                 print(f"\n{HELP}", file=sys.stderr)

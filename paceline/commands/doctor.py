@@ -152,15 +152,15 @@ def _packages(report: Report) -> None:
         report.add(
             "Software", "missing", f"not installed: {', '.join(gone)}", "pip install paceline"
         )
-    have = ", ".join(f"{name} {found}" for name, found in core.items() if found)
-    report.add("Software", "ok", have or "no package of the core")
+    if have := [f"{name} {found}" for name, found in core.items() if found]:
+        report.add("Software", "ok", ", ".join(have))
     missing = [name for name in _SERVER if _version(name) is None]
     if missing:
         text = f"no server: {', '.join(missing)} not installed"
         report.add("Software", "note", text, "pip install 'paceline[server]'")
     else:
-        have = ", ".join(f"{name} {_version(name)}" for name in _SERVER)
-        report.add("Software", "ok", f"server: {have}")
+        found = ", ".join(f"{name} {_version(name)}" for name in _SERVER)
+        report.add("Software", "ok", f"server: {found}")
 
 
 def _hardware(report: Report, torch: dict[str, Any]) -> None:

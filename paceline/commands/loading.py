@@ -17,11 +17,11 @@ class LoadingLine:
 
     def __call__(self, stage: str, fraction: float) -> None:
         if self._live:
-            text = f"{stage}  {fraction:.0%}"
+            text = f"Loading: {stage}  {fraction:.0%}"
             self._stream.write("\r" + text.ljust(self._width))
             self._width = len(text)
-        elif stage != self._stage:
-            self._stream.write(f"{stage} ...\n")
+        elif stage != self._stage and fraction < 1:
+            self._stream.write(f"Loading: {stage}\n")
         self._stage = stage
         self._stream.flush()
 

@@ -17,13 +17,13 @@ from paceline.engine.messages import (
     Drain,
     Gauges,
     ResetPrefixCache,
-    StepMessage,
     Stop,
     Stopped,
     Submit,
     decode,
     encode,
     encode_step,
+    pack_step,
     without_rows,
 )
 from paceline.errors import EngineDead, InvalidRequest
@@ -174,23 +174,8 @@ class Engine:
     def _publish_all(self) -> None:
         self._stage("publish")
         for emitted in self._unpublished:
-            events = self.scheduler.take_events()
-            self.publish(
-                encode_step(
-                    StepMessage(
-                        emitted.uid_B,
-                        emitted.count_B,
-                        emitted.token_BW,
-                        emitted.done_B,
-                        emitted.num_drafts_B,
-                        emitted.num_accepted_B,
-                        emitted.logprobs,
-                        emitted.prompt_logprobs,
-                        events,
-                        self._gauges(emitted.step),
-                    )
-                )
-            )
+            events, gauges = self.scheduler.take_events(), self._gauges(emitted.step)
+            self.publish(pack_step(emitted, events, gauges))
         self._unpublished.clear()
         if self.scheduler.has_events:
             events, gauges = self.scheduler.take_events(), self._gauges(self.scheduler.num_steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -64,15 +63,12 @@ class EngineProcess:
                 command, stdin=subprocess.DEVNULL, pass_fds=[engine.fileno()]
             )
         self.channel = Channel(front)
-        self._owner_pid = os.getpid()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def stop(self, grace_s: float) -> None:
-        if os.getpid() != self._owner_pid:
-            return  # a fork of the front runs our exit hooks too; the engine is not its own
         if grace_s > 0 and self._process.poll() is None:
             with contextlib.suppress(ChannelClosed):
                 self.channel.send(encode(Stop()))
@@ -111,7 +107,8 @@ class EngineThread:
 
     @staticmethod
     def _run(sock: socket.socket, factory: str) -> None:
-        importlib.import_module(_WORKER).serve_in_thread(sock, factory)
+        with sock:  # whatever happens, the front sees the end of it
+            importlib.import_module(_WORKER).serve_in_thread(sock, factory)
 
     def stop(self, grace_s: float) -> None:
         self.channel.close()  # ends the loop, as a Stop would

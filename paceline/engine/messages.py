@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.request import EngineRequest, SamplingParams
+from paceline.scheduler.events import Emitted
 from paceline.scheduler.events import Ended as Ended
 from paceline.scheduler.events import Events as Events
 from paceline.step import Ints, Longs, RunnerInfo, TokenLogprobs
@@ -99,7 +100,8 @@ class Gauges:
 
 @dataclass(slots=True)
 class StepMessage:
-    """What one step emitted, and what happened around it. Row i belongs to request uid_B[i].
+    """What one step emitted, and what happened around it. Row i belongs to request uid_B[i],
+    or to nobody when that is -1.
 
     token_BW[i, :count_B[i]] are the row's new tokens; done_B[i] != 0 ends the request. The `row`
     of an entry in `logprobs` counts rows of this message; prompt_logprobs come in prompt order,
@@ -177,9 +179,16 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _params_from_json(values: dict[str, Any]) -> SamplingParams:
-    if values.get("logit_bias") is not None:
+    """The front has checked them: the loop thread does not check again."""
+    if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])
-    return SamplingParams(**values)
+    for name, value in values.items():
+        if type(value) is list:
+            values[name] = tuple(value)
+    params = object.__new__(SamplingParams)
+    params.__dict__.update(_DEFAULTS)
+    params.__dict__.update(values)
+    return params
 
 
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
@@ -243,27 +252,31 @@ def _decode_rare(kind: int, data: bytes) -> Message:
 
 
 def encode_step(message: StepMessage) -> bytes:
+    return pack_step(message, message.events, message.gauges)
+
+
+def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> bytes:
     """On the loop thread: a handful of copies, whatever the number of rows."""
-    rows, width = message.token_BW.shape
-    g = message.gauges
-    events = _events_to_json(message.events) if message.events else b""
+    g = gauges
+    num_rows, width = rows.token_BW.shape
+    packed = _pack_events(events) if events else b""
     head = _STEP_HEAD.pack(
-        _STEP, rows, width, len(events), g.step, g.kv_usage, g.bubble_s, g.busy_s,
+        _STEP, num_rows, width, len(packed), g.step, g.kv_usage, g.bubble_s, g.busy_s,
         g.num_running, g.num_waiting, g.num_wasted_rows, g.num_steps,
     )  # fmt: skip
     parts = [
         head,
-        message.uid_B.tobytes(),
-        message.count_B.tobytes(),
-        message.done_B.tobytes(),
-        message.num_drafts_B.tobytes(),
-        message.num_accepted_B.tobytes(),
-        message.token_BW.tobytes(),
-        events,
+        rows.uid_B.tobytes(),
+        rows.count_B.tobytes(),
+        rows.done_B.tobytes(),
+        rows.num_drafts_B.tobytes(),
+        rows.num_accepted_B.tobytes(),
+        rows.token_BW.tobytes(),
+        packed,
     ]
-    if message.logprobs or message.prompt_logprobs:
-        _append_logprobs(parts, message.logprobs)
-        _append_logprobs(parts, message.prompt_logprobs)
+    if rows.logprobs or rows.prompt_logprobs:
+        _append_logprobs(parts, rows.logprobs)
+        _append_logprobs(parts, rows.prompt_logprobs)
     return b"".join(parts)
 
 
@@ -277,7 +290,7 @@ def decode_step(data: bytes) -> StepMessage:
     at += 16 * rows
     token_BW = np.frombuffer(data, np.int32, rows * width, at).reshape(rows, width)
     at += 4 * rows * width
-    events = _events_from_json(data[at : at + event_bytes]) if event_bytes else Events()
+    events = _unpack_events(data[at : at + event_bytes]) if event_bytes else Events()
     at += event_bytes
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -292,15 +305,27 @@ def decode_step(data: bytes) -> StepMessage:
     )  # fmt: skip
 
 
-def _events_to_json(events: Events) -> bytes:
+def _pack_events(events: Events) -> bytes:
+    """Counts, then numbers; only requests that ended without a row bring text."""
+    numbers = array("q", (len(events.admitted), len(events.preempted)))
+    for pair in events.admitted:
+        numbers.extend(pair)
+    numbers.extend(events.preempted)
+    if not events.ended:
+        return numbers.tobytes()
     ended = [(e.uid, e.done, e.reason, e.error) for e in events.ended]
-    return json.dumps([events.admitted, events.preempted, ended]).encode()
+    return numbers.tobytes() + json.dumps(ended).encode()
 
 
-def _events_from_json(data: bytes) -> Events:
-    admitted, preempted, ended = json.loads(data)
-    pairs = [(uid, num_cached) for uid, num_cached in admitted]
-    return Events(pairs, preempted, [Ended(*entry) for entry in ended])
+def _unpack_events(data: bytes) -> Events:
+    num_admitted, num_preempted = struct.unpack_from("<qq", data)
+    count = 2 * num_admitted + num_preempted
+    numbers = np.frombuffer(data, np.int64, count, 16).tolist()
+    pairs = numbers[: 2 * num_admitted]
+    admitted = list(zip(pairs[::2], pairs[1::2], strict=True))
+    text = data[16 + 8 * count :]
+    ended = [Ended(*entry) for entry in json.loads(text)] if text else []
+    return Events(admitted, numbers[2 * num_admitted :], ended)
 
 
 def _append_logprobs(parts: list[bytes], entries: Sequence[TokenLogprobs]) -> None:

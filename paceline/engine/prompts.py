@@ -81,7 +81,8 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
         )
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
     for conversation in conversations:
-        if isinstance(conversation, str) or not all(isinstance(m, Mapping) for m in conversation):
+        is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str)
+        if not is_list or not all(isinstance(m, Mapping) for m in conversation):
             raise InvalidRequest(
                 'Each message must be a dict such as {"role": "user", "content": "..."}.',
                 param="messages",

@@ -1,4 +1,4 @@
-"""Rotary embedding and the KV write: torch references with the signatures of their Triton twins.
+"""Rotary embedding and the KV write: torch references with the signatures of their fast twins.
 
 Pairs are interleaved (2i, 2i + 1): weights are permuted once at load (models/loading), so that a
 rotation is one complex product. Only q . k matters, so any fixed order of the pairs is exact.
@@ -6,8 +6,44 @@ rotation is one complex product. Only q . k matters, so any fixed order of the p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each query head and each key head, before the rotation."""
+
+    query_H: Tensor
+    key_H: Tensor
+    eps: float
+
+
+def place_heads(
+    qkv_TNH: Tensor,
+    rotation_TH: Tensor,
+    norms: HeadNorms | None,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    slot_T: Tensor,
+) -> Tensor:
+    """Norm and rotate queries and keys, write keys and values to their page slots.
+
+    Overwrites its input; returns the queries, [T, N, H], which may be a view of it.
+    """
+    num_kv = key_NSH.shape[0]
+    num_q = qkv_TNH.shape[1] - 2 * num_kv
+    qk_TNH = qkv_TNH[:, : num_q + num_kv]
+    if norms is not None:
+        head_size = (qkv_TNH.shape[2],)
+        query = torch.rms_norm(qk_TNH[:, :num_q], head_size, norms.query_H, norms.eps)
+        key = torch.rms_norm(qk_TNH[:, num_q:], head_size, norms.key_H, norms.eps)
+        qk_TNH = torch.cat((query, key), dim=1)
+    rotate_(qk_TNH, rotation_TH)
+    write_kv(key_NSH, value_NSH, qk_TNH[:, num_q:], qkv_TNH[:, num_q + num_kv :], slot_T)
+    return qk_TNH[:, :num_q]
 
 
 def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Never knows what a page holds; the prefix cache is told when a page it kept is t
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 
 
@@ -19,26 +19,31 @@ class PagePool:
     CPU read the KV without a gather copy. Idle pages are evicted oldest first.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_pages: int, on_evict: Callable[[range], None] | None = None) -> None:
         assert num_pages > 0, f"a pool of {num_pages} pages"
         self.num_pages = num_pages
-        self.num_releases = 0  # grows whenever pages may have become available
+        self.num_releases = 0  # the pool's clock: pages may have become available
+        self.is_kept = bytearray(num_pages)  # the prefix cache marks pages whose content it knows
         # Idle pages evicted at once: neighbours went idle together, so they make one gap.
         self._run_length = max(1, min(32, num_pages // 64))
         self._on_evict = on_evict
-        self._num_free = num_pages
         self._num_refs = [0] * num_pages
-        self._is_kept = bytearray(num_pages)
-        self._idle: OrderedDict[int, int] = OrderedDict()  # page -> release, oldest first
+        self._num_free = num_pages
         self._end_of = {0: num_pages}  # gap start -> end
         self._start_of = {num_pages: 0}  # gap end -> start
         # (-size, end) of every gap; sizes are those at the push and may have shrunk since.
         self._by_size = [(-num_pages, num_pages)]
+        # By page: the release that made it idle, 0 otherwise. Pages released together are one
+        # entry of the queue; those that are not idle any more (or idle anew) are skipped there.
+        self._idle_since = [0] * num_pages
+        self._idle_queue: deque[tuple[int, list[int]]] = deque()
+        self._num_queued = 0
+        self._num_idle = 0
 
     @property
     def num_available(self) -> int:
         """Pages that allocate() can hand out: free and idle ones."""
-        return self._num_free + len(self._idle)
+        return self._num_free + self._num_idle
 
     @property
     def usage(self) -> float:
@@ -54,28 +59,29 @@ class PagePool:
 
         None when fewer than `count` are available; nothing is taken then.
         """
-        if count > self._num_free + len(self._idle):
+        if count > self._num_free + self._num_idle:
             return None
-        pages: list[int] = []
         start = after + 1 if after >= 0 else -1
+        pages: list[int] = []
         while len(pages) < count:
+            missing = count - len(pages)
             end = self._end_of.get(start)
-            if end is None and self._evict_old(start, count - len(pages)):
-                end = self._end_of[start]
             if end is None:
-                start = self._open_run(count - len(pages))
+                if not self._evict_old(start, missing):
+                    start = self._open_run(missing)
                 end = self._end_of[start]
-            stop = min(end, start + count - len(pages))
+            stop = min(end, start + missing)
             self._take(start, stop, end)
-            pages.extend(range(start, stop))
+            pages += range(start, stop)
             start = stop
         return pages
 
     def share(self, page: int) -> None:
         """One more owner of a used or idle page."""
         if self._num_refs[page] == 0:
-            assert page in self._idle, f"page {page} is free; it cannot be shared"
-            del self._idle[page]
+            assert self._idle_since[page], f"page {page} is free; it cannot be shared"
+            self._idle_since[page] = 0
+            self._num_idle -= 1
         self._num_refs[page] += 1
 
     def _take(self, start: int, stop: int, end: int) -> None:
@@ -86,8 +92,7 @@ class PagePool:
             self._start_of[end] = stop
         else:
             del self._start_of[end]
-        for page in range(start, stop):
-            self._num_refs[page] = 1
+        self._num_refs[start:stop] = [1] * (stop - start)
         self._num_free -= stop - start
 
     def _open_run(self, count: int) -> int:
@@ -96,7 +101,7 @@ class PagePool:
         Behind a used page the run starts in the middle, so that its owner can grow as well.
         """
         start, end = self._largest_gap()
-        if end - start < count and self._idle:
+        if end - start < count and self._num_idle:
             self._evict_oldest(max(count, self._run_length))
             start, end = self._largest_gap()
         size = end - start
@@ -126,79 +131,97 @@ class PagePool:
     # ---- giving back
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less of each page. Among those that go idle, the last is evicted first:
-        its content is of use only together with the pages before it."""
-        refs, is_kept, idle = self._num_refs, self._is_kept, self._idle
+        """One owner less of each page."""
+        refs, is_kept = self._num_refs, self.is_kept
         self.num_releases += 1
-        now = self.num_releases
-        start = end = 0  # a run of free pages, found from its end
-        for page in reversed(pages):
+        idle: list[int] = []
+        start = end = 0  # a run of pages that became free
+        for page in pages:
             left = refs[page] - 1
             assert left >= 0, f"page {page} was released more often than it was taken"
             refs[page] = left
             if left:
                 continue
             if is_kept[page]:
-                idle[page] = now
-            elif page + 1 == start:
-                start = page
+                idle.append(page)
+            elif page == end:
+                end += 1
             else:
-                if end:
-                    self._put_free(start, end)
+                self._put_free(start, end)
                 start, end = page, page + 1
-        if end:
-            self._put_free(start, end)
-
-    def keep(self, page: int) -> None:
-        """The prefix cache knows this page's content: do not forget it with its last owner."""
-        assert self._num_refs[page] > 0, f"page {page} has no owner; its content is unknown"
-        self._is_kept[page] = 1
+        self._put_free(start, end)
+        if idle:
+            self._put_idle(idle)
 
     def forget(self, page: int) -> None:
         """The prefix cache dropped the page."""
-        self._is_kept[page] = 0
-        if self._idle.pop(page, None) is not None:
+        self.is_kept[page] = 0
+        if self._idle_since[page]:
+            self._idle_since[page] = 0
+            self._num_idle -= 1
             self._put_free(page, page + 1)
+
+    def _put_idle(self, pages: list[int]) -> None:
+        now = self.num_releases
+        for page in pages:
+            self._idle_since[page] = now
+        self._idle_queue.append((now, pages))
+        self._num_idle += len(pages)
+        self._num_queued += len(pages)
+        if self._num_queued > 64 + 2 * self.num_pages:
+            since = self._idle_since
+            queue = ((at, [p for p in group if since[p] == at]) for at, group in self._idle_queue)
+            self._idle_queue = deque((at, group) for at, group in queue if group)
+            self._num_queued = self._num_idle
 
     def _evict_old(self, start: int, count: int) -> bool:
         """Free idle pages start, start + 1, … that went idle in the first half of the idle
         history: as good to evict as the oldest, and in the right place."""
-        idle = self._idle
-        since = idle.get(start)
-        if since is None:
+        if start < 0 or start == self.num_pages or not self._idle_since[start]:
             return False
-        limit = (next(iter(idle.values())) + self.num_releases) // 2
+        limit = (self._idle_queue[0][0] + self.num_releases) // 2
+        most = min(start + count, self.num_pages)
         end = start
-        while since is not None and since <= limit and end < start + count:
-            self._drop_idle(end)
+        while end < most and 0 < self._idle_since[end] <= limit:
             end += 1
-            since = idle.get(end)
         if end > start:
-            self._put_free(start, end)
+            self._evict(start, end)
         return end > start
 
-    def _drop_idle(self, page: int) -> None:
-        assert self._on_evict is not None
-        del self._idle[page]
-        self._on_evict(page)
-        self._is_kept[page] = 0
-
     def _evict_oldest(self, count: int) -> None:
-        """At least one and about `count` pages from the old end; neighbours make one gap."""
-        idle = self._idle
-        while count > 0 and idle:
-            page, since = next(iter(idle.items()))
-            end = page + 1
-            self._drop_idle(page)
-            count -= 1
-            while count > 0 and idle.get(page - 1) == since:
-                page -= 1
-                self._drop_idle(page)
-                count -= 1
-            self._put_free(page, end)
+        """About `count` pages from the old end of the queue; neighbours make one gap. Of pages
+        released together the last goes first: it is of use only after those before it."""
+        since = self._idle_since
+        while count > 0 and self._num_idle:
+            at, group = self._idle_queue[0]
+            if not group:
+                self._idle_queue.popleft()
+                continue
+            start = group.pop()
+            num_popped, end = 1, start + 1
+            if since[start] == at:
+                while end - start < count and group and group[-1] == start - 1:
+                    if since[start - 1] != at:
+                        break
+                    start = group.pop()
+                    num_popped += 1
+                self._evict(start, end)
+                count -= end - start
+            self._num_queued -= num_popped
+
+    def _evict(self, start: int, end: int) -> None:
+        assert self._on_evict is not None
+        count = end - start
+        self._on_evict(range(start, end))
+        self.is_kept[start:end] = bytes(count)
+        self._idle_since[start:end] = [0] * count
+        self._num_idle -= count
+        self._put_free(start, end)
 
     def _put_free(self, start: int, end: int) -> None:
         """Pages start … end - 1 become a gap, joined with its neighbours."""
+        if start == end:
+            return
         self._num_free += end - start
         start = self._start_of.pop(start, start)
         end = self._end_of.pop(end, end)
@@ -214,12 +237,16 @@ class PagePool:
     def check(self) -> None:
         """Every page is in exactly one of the three states, and the gaps are maximal."""
         free = {p for start, end in self._end_of.items() for p in range(start, end)}
-        idle = set(self._idle)
+        idle = {p for p, since in enumerate(self._idle_since) if since}
         used = {p for p, refs in enumerate(self._num_refs) if refs}
         assert len(free) + len(idle) + len(used) == self.num_pages
         assert len(free | idle | used) == self.num_pages
         assert len(free) == self._num_free
+        assert len(idle) == self._num_idle
+        assert self._num_queued == sum(len(group) for _, group in self._idle_queue)
+        queued = {(at, page) for at, group in self._idle_queue for page in group}
+        assert all((self._idle_since[p], p) in queued for p in idle)
         assert self._start_of == {end: start for start, end in self._end_of.items()}
         assert not set(self._end_of) & set(self._start_of), "two gaps touch"
-        assert all(self._is_kept[p] for p in idle)
-        assert not any(self._is_kept[p] for p in free)
+        assert all(self.is_kept[p] for p in idle)
+        assert not any(self.is_kept[p] for p in free)

@@ -11,14 +11,22 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.scheduler.events import Emitted
+from paceline.scheduler.inflight import NOBODY
 from paceline.scheduler.live import LiveRequest
 from paceline.step import Bools, Ints, LateMasks, StepPlan, StepResult, TokenLogprobs
 
 
-def keep_rows(emitted: Emitted, keep_B: Bools) -> Emitted:
-    """The rows of `keep_B` only."""
-    if keep_B.all():
+def without_rows(emitted: Emitted, wasted: list[int]) -> Emitted:
+    """What is left when nobody waits for the rows of `wasted`."""
+    if not wasted:
         return emitted
+    if not any(emitted.count_B[row] or emitted.num_drafts_B[row] for row in wasted):
+        # The device had ended them before: nothing in these rows but a name to take off.
+        emitted.uid_B = emitted.uid_B.copy()
+        emitted.uid_B[wasted] = NOBODY
+        return emitted
+    keep_B = np.ones(len(emitted.uid_B), np.bool_)
+    keep_B[wasted] = False
     return Emitted(
         emitted.step,
         emitted.uid_B[keep_B],

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paceline.step import Bools, Ints, RunnerInfo, StepPlan, StepResult
 
 NOBODY = -1
+FOREVER = 2**31 - 1
 Rows = npt.NDArray[np.intp]  # indices: what numpy gathers with fastest
 
 
@@ -41,15 +42,16 @@ class SlotTable:
     def __init__(self, info: RunnerInfo) -> None:
         self.num_slots = slots = info.num_slots
         self.uid_S = np.full(slots + 1, NOBODY, np.int64)
-        self.committed_S = np.zeros(slots + 1, np.int32)
-        self.lower_S = np.zeros(slots, np.int32)
-        self.upper_S = np.zeros(slots, np.int32)
-        # The length that ends the request, from the launch of its last prefill chunk on; else 0:
-        # a slot decodes while its lower bound is below.
-        self.stop_S = np.zeros(slots, np.int32)
-        # Positions that the slot's pages can hold, and the most it may ever need.
-        self.page_room_S = np.zeros(slots, np.int32)
-        self.page_need_S = np.zeros(slots, np.int32)
+        self._committed_S = np.zeros(slots + 1, np.int32)
+        self.committed_S = self._committed_S[:-1]
+        # Over the sampling steps in flight: how many there are, and their widths summed up.
+        self._num_sampling_S = np.zeros(slots, np.int32)
+        self._width_S = np.zeros(slots, np.int32)
+        # The last position a token may come to lie at, from the launch of the last prefill chunk
+        # on; else -1: a slot decodes while its lower bound is not above.
+        self.last_S = np.full(slots, -1, np.int32)
+        # The length a decoding row may reach within its pages (and the drafter's lookahead).
+        self.page_room_S = np.full(slots, FOREVER, np.int32)
         # Host mirror of committed tokens; a window may end past max_model_len before it is cut.
         self.tokens_SL = np.empty((slots + 1, info.max_model_len + info.max_k + 1), np.int32)
         self.in_flight: deque[Flight] = deque()
@@ -57,25 +59,35 @@ class SlotTable:
         self._row_start_S = np.arange(slots + 1, dtype=np.int64) * self.tokens_SL.shape[1]
         self._offsets_W = np.arange(info.max_k + 1, dtype=np.int64)
 
+    @property
+    def lower_S(self) -> Ints:
+        return self.committed_S + self._num_sampling_S
+
+    @property
+    def upper_S(self) -> Ints:
+        return self.committed_S + self._width_S
+
     def occupy(self, slot: int, uid: int, tokens: Ints) -> None:
         """A request takes the slot with these tokens, all still to be computed or cached."""
         assert self.uid_S[slot] == NOBODY, f"slot {slot} belongs to request {self.uid_S[slot]}"
         length = len(tokens)
         self.uid_S[slot] = uid
-        self.committed_S[slot] = self.lower_S[slot] = self.upper_S[slot] = length
+        self.committed_S[slot] = length
+        self._num_sampling_S[slot] = self._width_S[slot] = 0
         self.tokens_SL[slot, :length] = tokens
 
     def vacate(self, slot: int) -> int:
         """The slot is free at once. Returns how many of its rows are still in flight."""
         assert self.uid_S[slot] != NOBODY, f"slot {slot} is free already"
         self.uid_S[slot] = NOBODY
-        self.stop_S[slot] = self.page_need_S[slot] = 0
+        self.last_S[slot] = -1
+        self.page_room_S[slot] = FOREVER
         num_strays = 0
         for flight in self.in_flight:
             rows = (flight.slots == slot).nonzero()[0]
             if len(rows):
                 flight.slots[rows] = self.num_slots
-                flight.strays += rows.tolist()
+                flight.strays.append(int(rows[0]))
                 flight.samples_S[slot] = False
                 flight.width_S[slot] = 0
                 num_strays += 1
@@ -86,8 +98,8 @@ class SlotTable:
 
     def launch(self, flight: Flight) -> None:
         """Bounds move when a step is launched, before anybody knows what it did."""
-        self.lower_S += flight.samples_S
-        self.upper_S += flight.width_S
+        self._num_sampling_S += flight.samples_S
+        self._width_S += flight.width_S
         self.in_flight.append(flight)
 
     def commit(self, flight: Flight, result: StepResult) -> None:
@@ -95,19 +107,14 @@ class SlotTable:
         assert self.in_flight[0] is flight, "results out of order"
         self.in_flight.popleft()
         slots = flight.slots
-        committed_B = self.committed_S.take(slots)
+        committed_B = self._committed_S.take(slots)
         # Cells past the count hold -1 and are overwritten before anybody reads them.
         at_B = self._row_start_S.take(slots)
         at_B += committed_B
         width = result.token_BW.shape[1]
         self._tokens_flat[at_B[:, None] + self._offsets_W[:width]] = result.token_BW
         committed_B += result.count_B
-        self.committed_S[slots] = committed_B
-        self.committed_S[self.num_slots] = 0
-        gained_S = np.zeros(self.num_slots + 1, np.int32)
-        gained_S[slots] = result.count_B
-        gained_S = gained_S[:-1]
-        self.lower_S += gained_S
-        self.lower_S -= flight.samples_S
-        self.upper_S += gained_S
-        self.upper_S -= flight.width_S
+        self._committed_S[slots] = committed_B
+        self._committed_S[self.num_slots] = 0
+        self._num_sampling_S -= flight.samples_S
+        self._width_S -= flight.width_S

@@ -54,6 +54,7 @@ class PrefixCache:
         Where a page is known already, the first one stays.
         """
         page_of, key_of, chain_of = self._page_of, self._key_of, self._chain_of
+        is_kept, newest = self.pool.is_kept, self._newest_chain
         size = 4 * self._page_size
         data = tokens.tobytes()
         at = 0
@@ -61,13 +62,13 @@ class PrefixCache:
             key = chain.to_bytes(8, "little") + data[at : at + size]
             at += size
             known = page_of.setdefault(key, page)
-            if known != page:
-                chain = chain_of[known]
-                continue
-            assert key_of[page] is None, f"page {page} is registered twice"
-            key_of[page] = key
-            chain = chain_of[page] = self._newest_chain = self._newest_chain + 1
-            self.pool.keep(page)
+            if known == page:
+                newest += 1
+                key_of[page] = key
+                is_kept[page] = 1
+                chain_of[page] = newest
+            chain = chain_of[known]
+        self._newest_chain = newest
         return chain
 
     def reset(self) -> None:
@@ -78,8 +79,9 @@ class PrefixCache:
             self._key_of[page] = None
             self.pool.forget(page)
 
-    def _drop(self, page: int) -> None:
-        key = self._key_of[page]
-        assert key is not None, f"page {page} is not registered"
-        del self._page_of[key]
-        self._key_of[page] = None
+    def _drop(self, pages: range) -> None:
+        for page in pages:
+            key = self._key_of[page]
+            assert key is not None, f"page {page} is not registered"
+            del self._page_of[key]
+            self._key_of[page] = None

@@ -14,7 +14,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, InvalidRequest, PromptTooLong
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.adaptive import DraftLengths
-from paceline.scheduler.commit import keep_rows, late_masks, trim_prompt_logprobs
+from paceline.scheduler.commit import late_masks, trim_prompt_logprobs, without_rows
 from paceline.scheduler.events import Emitted, Ended, Events, TokenConstraint
 from paceline.scheduler.inflight import Flight, Rows, SlotTable
 from paceline.scheduler.live import LiveRequest, WaitingQueue
@@ -132,28 +132,28 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when no row can run before another result is committed."""
-        table, info = self.table, self.info
-        left_S = table.stop_S - table.lower_S
-        ready_S = left_S > 0
+        table = self.table
+        left_S = table.last_S - table.lower_S
+        ready_S = left_S >= 0
         # Drafts past the limit could never be emitted, whatever the true length is.
-        k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S - 1)
+        k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S)
         bound_S = table.upper_S + k_S
-        end_S = np.minimum(bound_S + info.draft_lookahead, table.page_need_S)
-        short_S = end_S > table.page_room_S
-        short_S &= ready_S
+        short = (bound_S > table.page_room_S).nonzero()[0]
         num_before = self.num_preemptions
-        if short_S.any():
-            self._grow(short_S.nonzero()[0], end_S)
+        if len(short):
+            self._grow(short[ready_S[short]], bound_S)
         if self._is_priority:
             self._make_room_for_head()
         if self.num_preemptions != num_before:
-            ready_S &= table.stop_S > 0
+            ready_S &= table.last_S >= 0
         width_S = (k_S + 1) * ready_S
-        chunks, admissions = self._prefill(self.budget - int(width_S.sum()))
+        chunks: list[tuple[LiveRequest, int]] = []
+        admissions: list[SlotInit] = []
+        if self._waiting.count or self._prefilling:
+            chunks, admissions = self._prefill(self.budget - int(np.add.reduce(width_S)))
         slots = ready_S.nonzero()[0]
         if not len(slots) and not chunks:
             return None
-        np.minimum(bound_S, info.max_model_len, out=bound_S)
         self.num_steps += 1
         flight = self._assemble(slots, k_S, bound_S, chunks, ready_S, width_S)
         flight.plan.admissions = admissions
@@ -161,17 +161,20 @@ class Scheduler:
         table.launch(flight)
         return flight.plan
 
-    def _grow(self, slots: Rows, end_S: Ints) -> None:
+    def _grow(self, slots: Rows, bound_S: Ints) -> None:
         """Pages for rows that cross into new ones; the last in order give way if they must."""
         pages = self._pages
-        wanted = [(self._owner(slot), int(end_S[slot])) for slot in slots.tolist()]
+        wanted = [
+            (self._owner(slot), length)
+            for slot, length in zip(slots.tolist(), bound_S[slots].tolist(), strict=True)
+        ]
         num_ahead = pages.num_ahead(self.num_running)
-        missing = sum(max(pages.num_missing(live, end), num_ahead) for live, end in wanted)
-        if missing > pages.pool.num_available:
-            num_ahead = 1
-            wanted.sort(key=lambda pair: pair[0].key)
-        for live, end in wanted:
-            while live.slot >= 0 and not pages.grow(live, end, num_ahead):
+        if num_ahead == 1:
+            missing = sum(pages.num_missing(live, length) for live, length in wanted)
+            if missing > pages.pool.num_available:
+                wanted.sort(key=lambda pair: pair[0].key)
+        for live, length in wanted:
+            while live.slot >= 0 and not pages.grow(live, length, num_ahead):
                 self._preempt(max(self._running(), key=lambda other: other.key))
 
     def _make_room_for_head(self) -> None:
@@ -267,7 +270,7 @@ class Scheduler:
         table = self.table
         k_B = k_S.take(slots)
         query_len_B = k_B + 1
-        bound_B = bound_S.take(slots)
+        bound_B = np.minimum(bound_S.take(slots), self.info.max_model_len)
         samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
         k = int(k_B.max()) if len(slots) else 0
         if chunks:
@@ -277,7 +280,8 @@ class Scheduler:
                 samples_B[row] = samples_S[live.slot] = is_final
                 if is_final:
                     width_S[live.slot] = 1
-                    table.stop_S[live.slot] = live.max_len
+                    table.last_S[live.slot] = live.max_len - 1
+                    self._pages.begin_decode(live)
                     k = max(k, int(wanted_S[live.slot]))
                     del self._prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
@@ -325,27 +329,25 @@ class Scheduler:
             result.prompt_logprobs,
         )
         if flight.strays:
-            emitted = keep_rows(emitted, self._settle_strays(flight, result))
+            emitted = without_rows(emitted, self._settle_strays(flight, result))
         table.commit(flight, result)
         self._draft_lengths.learn(flight.slots, result)
         if plan.late_B is not None:
             self._accept_constrained(flight, result)
-        if result.done_B.any():
+        if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
                     self._end(self._owner(slot))
         return emitted
 
-    def _settle_strays(self, flight: Flight, result: StepResult) -> Bools:
+    def _settle_strays(self, flight: Flight, result: StepResult) -> list[int]:
         """Rows of requests that left their slots: output of preempted ones is kept, the rest is
-        wasted. Returns which rows of the step to publish."""
-        keep_B: Bools = np.ones(len(flight.slots), np.bool_)
+        wasted. Returns the rows that nobody waits for."""
+        wasted = []
         for row in flight.strays:
             live = self._requests.get(int(flight.plan.uid_B[row]))
             if live is None:
-                keep_B[row] = False
-                self._wasted_rows += 1
-                self.num_wasted_rows += 1
+                wasted.append(row)
                 continue
             assert live.num_draining > 0, f"request {live.uid} runs again and was not drained"
             tokens = result.token_BW[row, : result.count_B[row]].tolist()
@@ -357,7 +359,9 @@ class Scheduler:
                 self._end(live)
             elif live.num_draining == 0:
                 live.absorb_drained()
-        return keep_B
+        self._wasted_rows += len(wasted)
+        self.num_wasted_rows += len(wasted)
+        return wasted
 
     def _accept_constrained(self, flight: Flight, result: StepResult) -> None:
         late_B = flight.plan.late_B

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.scheduler.inflight import SlotTable
+from paceline.scheduler.inflight import FOREVER, SlotTable
 from paceline.scheduler.live import LiveRequest
 from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
@@ -30,13 +30,18 @@ class SequencePages:
         self._lookahead = info.draft_lookahead
         # Positions a window and the drafter may write past the newest token.
         self._overhang = info.max_k + info.draft_lookahead
+        # Pages that one step may add to one request.
+        self._most_per_step = -(-(info.max_k + 1) // info.page_size) + 1
         pool_len = info.num_pages * info.page_size
         # The longest sequence that can run alone: its newest token may still be followed by a
         # window and the drafter's lookahead, except at the model's own end.
         self.max_len = info.max_model_len
         if pool_len < info.max_model_len:
             self.max_len = max(pool_len - self._overhang + 1, 0)
-        self._appends: list[tuple[int, int, int]] = []  # slot, index, page
+        # New page table entries since the last plan.
+        self._append_slots: list[int] = []
+        self._append_indices: list[int] = []
+        self._append_pages: list[int] = []
 
     # ---- admission
 
@@ -65,9 +70,8 @@ class SequencePages:
         live.pages = hit + fresh
         live.num_launched = len(hit) * self.page_size
         live.num_hashed = len(hit) if self._is_caching else NEVER
-        table, slot = self._table, live.slot
-        table.page_room_S[slot] = len(live.pages) * self.page_size
-        table.page_need_S[slot] = min(live.max_len - 1 + self._overhang, self._max_model_len)
+        end = min(live.max_len - 1 + self._overhang, self._max_model_len)
+        live.most_pages = -(-end // self.page_size)
         if self._is_caching and not live.wants_prompt_logprobs:
             self.cache.num_queried_tokens += len(live.tokens)
             self.cache.num_hit_tokens += live.num_launched
@@ -78,37 +82,58 @@ class SequencePages:
 
     # ---- growth
 
-    def num_missing(self, live: LiveRequest, end: int) -> int:
-        return -(-end // self.page_size) - len(live.pages)
+    def begin_decode(self, live: LiveRequest) -> None:
+        """From its last chunk on, a request must be watched for page ends."""
+        self._watch(live)
+
+    def _watch(self, live: LiveRequest) -> None:
+        num_pages = len(live.pages)
+        self._table.page_room_S[live.slot] = (
+            num_pages * self.page_size - self._lookahead
+            if num_pages < live.most_pages
+            else FOREVER
+        )
+
+    def num_missing(self, live: LiveRequest, length: int) -> int:
+        """Pages that the request lacks to reach `length` and the drafter's lookahead."""
+        wanted = (length + self._lookahead + self.page_size - 1) // self.page_size
+        return min(wanted, live.most_pages) - len(live.pages)
 
     def num_ahead(self, num_running: int) -> int:
         """Pages a request takes at once when it grows: several while the pool is far from full,
-        because that makes longer runs and fewer page table entries to send."""
-        return max(1, min(MOST_AHEAD, self.pool.num_available // (4 * num_running + 1)))
+        because that makes longer runs and fewer page table entries to send. At most as many as
+        everybody can have, with the pages of a step besides."""
+        share = self.pool.num_available // (2 * num_running + 1) - self._most_per_step
+        return max(1, min(MOST_AHEAD, share))
 
-    def grow(self, live: LiveRequest, end: int, num_ahead: int = 1) -> bool:
-        """Pages for every position below `end`; False when there are not enough."""
-        pages, size = live.pages, self.page_size
+    def grow(self, live: LiveRequest, length: int, num_ahead: int = 1) -> bool:
+        """Pages for `length` and the lookahead; False when there are not enough."""
+        pages = live.pages
         index = len(pages)
-        count = -(-end // size) - index
+        count = self.num_missing(live, length)
         if count < num_ahead:
-            most = -(-int(self._table.page_need_S[live.slot]) // size) - index
-            count = max(count, min(num_ahead, most))
+            count = max(count, min(num_ahead, live.most_pages - index))
         fresh = self.pool.allocate(count, pages[-1])
         if fresh is None:
             return False
         pages += fresh
-        self._table.page_room_S[live.slot] = len(pages) * size
-        self._appends += [(live.slot, index + i, page) for i, page in enumerate(fresh)]
+        self._watch(live)
+        self._append_slots += [live.slot] * count
+        self._append_indices += range(index, index + count)
+        self._append_pages += fresh
         return True
 
     def take_appends(self) -> PageAppends | None:
         """New page table entries since the last plan."""
-        if not self._appends:
+        if not self._append_slots:
             return None
-        columns = np.array(self._appends, np.int32).T
-        self._appends.clear()
-        return PageAppends(columns[0], columns[1], columns[2])
+        appends = PageAppends(
+            np.array(self._append_slots, np.int32),
+            np.array(self._append_indices, np.int32),
+            np.array(self._append_pages, np.int32),
+        )
+        self._append_slots, self._append_indices, self._append_pages = [], [], []
+        return appends
 
     def release(self, live: LiveRequest) -> None:
         """The request leaves its slot: its pages are free (or idle in the cache) at once.
@@ -118,8 +143,11 @@ class SequencePages:
         self._register_committed(live)
         self.pool.release(live.pages)
         live.pages = []
-        if self._appends:
-            self._appends = [entry for entry in self._appends if entry[0] != live.slot]
+        if live.slot in self._append_slots:
+            stays = [i for i, slot in enumerate(self._append_slots) if slot != live.slot]
+            self._append_slots = [self._append_slots[i] for i in stays]
+            self._append_indices = [self._append_indices[i] for i in stays]
+            self._append_pages = [self._append_pages[i] for i in stays]
 
     # ---- names in the prefix cache
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +66,7 @@ class HttpServer:
             lifespan="on",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             log_level=options.uvicorn_log_level,
             timeout_keep_alive=options.keep_alive_timeout_s,
         )
@@ -94,6 +96,8 @@ class HttpServer:
         if self._acceptor is not None:
             self._acceptor.close()
         server = self._uvicorn
+        # It would log a traceback for each request that is cut off; the caller has said so.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         server.should_exit = True
         if grace_s == 0.0:

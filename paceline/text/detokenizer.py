@@ -14,7 +14,9 @@ from paceline.text.tokenizer import Tokenizer
 
 # Tokens of the prompt that the first output token is decoded after: enough for any character.
 _CONTEXT_TOKENS = 6
-# A character has at most four bytes, so that a longer run of unshown tokens is broken UTF-8.
+# A character has at most four bytes: three tokens may wait for its last one, and a longer run of
+# tokens that show nothing is broken UTF-8 (or special tokens).
+_MOST_UNFINISHED = 3
 _MOST_PENDING = 16
 _BROKEN = "\ufffd"
 
@@ -46,6 +48,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._pending: list[int] = []  # tokens whose text has not come out yet
+        # The first of them may be the prompt's, and so may the first characters of their text.
+        self._num_unfinished = self._num_prompt_chars = 0
         self._stream = self._after_prompt(prompt_ids)
         self._num_tokens = 0
         self._min_tokens = min_tokens
@@ -102,6 +106,7 @@ class Detokenizer:
         if piece:
             if self._pending:
                 self._pending.clear()
+                piece = self._behind_prompt(piece)
             return piece
         self._pending.append(token_id)
         if len(self._pending) > _MOST_PENDING:
@@ -119,7 +124,7 @@ class Detokenizer:
 
     def _restart(self, cut: int) -> str | None:
         """Show the first `cut` pending tokens as they are; the others go through a new stream."""
-        text = self._decode(self._pending[:cut])
+        text = self._behind_prompt(self._decode(self._pending[:cut]))
         rest, self._pending = self._pending[cut:], []
         self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         for token_id in rest:
@@ -128,9 +133,16 @@ class Detokenizer:
 
     def _flush(self) -> str:
         """What is left at the end: characters that never became whole, as U+FFFD."""
-        text = self._decode(self._pending)
+        text = ""
+        if len(self._pending) > self._num_unfinished:
+            text = self._behind_prompt(self._decode(self._pending))
         self._pending.clear()
         return text
+
+    def _behind_prompt(self, text: str) -> str:
+        """The text without what the prompt's unfinished tokens had already shown, once."""
+        known, self._num_prompt_chars, self._num_unfinished = self._num_prompt_chars, 0, 0
+        return text[known:]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special) if ids else ""
@@ -145,15 +157,15 @@ class Detokenizer:
         split = len(context)
         while split and self._decode(context[:split]).endswith(_BROKEN):
             split -= 1
-        if split and len(context) - split < 4:
-            stream = DecodeStream(context[:split], self._skip_special)
-            unfinished = context[split:]
-        else:  # nothing but broken characters: there is no context to keep
-            stream = DecodeStream(skip_special_tokens=self._skip_special)
-            unfinished = []
+        unfinished = context[split:]
+        if len(unfinished) > _MOST_UNFINISHED:  # no character in the making, only broken ones
+            split, unfinished = 0, []
+        stream = DecodeStream(context[:split], self._skip_special)
         for token_id in unfinished:
             stream.step(self._tokenizer.backend, token_id)
             self._pending.append(token_id)
+        self._num_unfinished = len(unfinished)
+        self._num_prompt_chars = len(self._decode(unfinished).rstrip(_BROKEN))
         return stream
 
 

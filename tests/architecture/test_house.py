@@ -46,7 +46,7 @@ def test_annotations_are_postponed(source: Source) -> None:
 
 
 @pytest.mark.parametrize("source", EVERY_FILE, ids=lambda s: s.name)
-def test_no_name_says_utils_manager_or_helper(source: Source) -> None:
+def test_names_say_what_a_thing_does(source: Source) -> None:
     vague = {name for name in defined_names(source) if words(name) & FORBIDDEN_WORDS}
     assert not vague, f"{source.name}: name what it does instead of {sorted(vague)}"
 

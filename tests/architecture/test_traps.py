@@ -76,6 +76,14 @@ def test_every_row_names_tests_or_a_reason() -> None:
     assert not vague, f"neither a test nor a reason: {', '.join(vague)}"
 
 
+def test_a_covered_trap_points_to_rows_with_tests() -> None:
+    tested = {row.id for row in table() if row.tests}
+    for row in table():
+        if row.answer.startswith("covered:"):
+            named = set(re.findall(r"\b[A-Z]-?\d+\b", row.answer))
+            assert named & tested == named != set(), f"{row.id}: {row.answer}"
+
+
 def test_markers_and_table_agree() -> None:
     listed = {row.id: set(row.tests) for row in table()}
     marked = marked_tests()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -94,6 +94,14 @@ def pump_until_finished(client: EngineClient, *streams: Stream, within_s: float 
     while not all(s.finished for s in streams):
         assert time.monotonic() < give_up_s, "the engine did not finish in time"
         client.pump(0.2)
+
+
+def pump_for_ever(client: EngineClient) -> NoReturn:
+    """Until `pump` raises; a minute without that is a failure."""
+    give_up_s = time.monotonic() + 60.0
+    while time.monotonic() < give_up_s:
+        client.pump(1.0)
+    raise AssertionError("the engine lives on")
 
 
 def run(client: EngineClient, prompt: str, **params: Any) -> Stream:

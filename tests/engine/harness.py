@@ -83,7 +83,8 @@ class Front:
         for uid in message.events.preempted:
             self.streams[uid].num_preemptions += 1
         for row in range(len(message.uid_B)):
-            self._receive_row(message, row)
+            if message.uid_B[row] >= 0:
+                self._receive_row(message, row)
         for entry in message.logprobs:
             stream = self.streams[int(message.uid_B[entry.row])]
             stream.logprob_ids += entry.ids[:, 0].tolist()

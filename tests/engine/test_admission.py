@@ -89,7 +89,7 @@ def test_min_tokens_beyond_the_room_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_the_limit_are_refused(name: str) -> None:
-    params = SamplingParams(**{name: 6})
+    params = SamplingParams.from_mapping({name: 6})
     error = refusal([1], params, max_logprobs=5)
     assert error.param == name
     assert "at most 5" in str(error)

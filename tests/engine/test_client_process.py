@@ -19,6 +19,7 @@ from tests.engine.echo_client import (
     FACTORY,
     echo_client,
     echo_front,
+    pump_for_ever,
     pump_until_finished,
     run,
     submit,
@@ -117,8 +118,7 @@ def test_a_killed_engine_is_noticed_at_once_by_every_open_request() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(EngineDead, match="SIGKILL"):
-            while True:
-                client.pump(5.0)
+            pump_for_ever(client)
         assert time.monotonic() - started < 2.0
         for stream in streams:
             assert stream.last().finish_reason == "error"
@@ -133,16 +133,14 @@ def test_an_idle_front_learns_of_a_dead_engine_when_it_submits() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         assert wait_gone(pid_of(client), 2.0)
         with pytest.raises(EngineDead):
-            for i in range(2):
-                submit(client, str(i), "abc")
+            submit(client, "one", "abc")
 
 
 def test_a_device_failure_reaches_the_front_with_its_place() -> None:
     with echo_client("fail_at=2", in_process=False) as client:
         submit(client, "one", "abc", max_tokens=9)
         with pytest.raises(EngineDead, match="caught fire"):
-            while True:
-                client.pump(5.0)
+            pump_for_ever(client)
 
 
 def test_the_engine_dies_with_its_front() -> None:
@@ -196,6 +194,25 @@ def test_ctrl_c_while_loading_ends_everything_within_two_seconds(moment: str) ->
         assert noise.count("Traceback") <= 1, noise  # the front's own, of the script
 
 
+def test_ctrl_c_while_generating_leaves_the_engine_to_the_front() -> None:
+    code = f"""{SCRIPT}
+from paceline import LLM, SamplingParams
+llm = LLM.from_client(client)
+print("generating", flush=True)
+try:
+    llm.generate(["abc"] * 50, SamplingParams(max_tokens=500))
+except KeyboardInterrupt:
+    print(llm.generate("xy", SamplingParams(max_tokens=4))[0].outputs[0].text, flush=True)
+"""
+    with start(code, "delay_s=0.01") as front:
+        while first_line(front) != "generating":
+            assert front.poll() is None
+        time.sleep(0.3)
+        os.killpg(front.pid, signal.SIGINT)
+        out, errors = front.communicate(timeout=20)
+        assert (out, errors) == ("xyxy\n", "")
+
+
 def test_a_terminate_signal_to_the_group_leaves_the_decision_to_the_front() -> None:
     code = f"""{SCRIPT}
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -223,6 +240,17 @@ def test_an_unexpected_error_while_loading_says_where_it_came_from() -> None:
     with pytest.raises(EngineDead, match="could not start") as caught:
         EngineClient.start(config, factory=FACTORY, front=echo_front())
     assert "echo_runner.py" in str(caught.value)
+
+
+def test_an_engine_thread_that_cannot_begin_is_an_error_and_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.engine.launch._WORKER", "no_such_worker")
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(EngineDead, match="could not start"):
+        EngineClient.start(
+            EngineConfig.from_keywords(), factory=FACTORY, front=echo_front(), in_process=True
+        )
 
 
 def test_a_factory_that_does_not_exist_is_an_error_and_no_hang() -> None:

@@ -189,9 +189,9 @@ class FakeClient:
         if self.death is not None:
             raise self.death
         count = 0
-        for asked in list(self._open.values()):
-            if not asked.steps or self._allowed <= 0:
-                continue
+        if self._allowed <= 0:
+            return 0
+        for asked in [a for a in self._open.values() if a.steps]:
             deltas = asked.steps.popleft()
             self.stats.num_generated_tokens += sum(len(d.token_ids) for d in deltas)
             if not asked.steps:
@@ -200,6 +200,8 @@ class FakeClient:
                     self._open.pop(asked.request_id, None)
             count += len(deltas)
             asked.generation.on_deltas(deltas)
+        if not count:
+            return 0
         self.stats.num_steps += 1
         with self._lock:
             self._allowed -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -19,17 +20,19 @@ from tests.server.serving import Served
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 # As OpenAI's schema of August 2026 lists them.
-OPENAI_CHAT = """
-    audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
+OPENAI_CHAT = re.findall(
+    r"\w+",
+    """audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
     max_tokens messages metadata modalities model moderation n parallel_tool_calls prediction
     presence_penalty prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort
     response_format safety_identifier seed service_tier stop store stream stream_options temperature
-    tool_choice tools top_logprobs top_p user verbosity web_search_options
-""".split()
-OPENAI_COMPLETIONS = """
-    best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt
-    seed stop stream stream_options suffix temperature top_p user
-""".split()
+    tool_choice tools top_logprobs top_p user verbosity web_search_options""",
+)
+OPENAI_COMPLETIONS = re.findall(
+    r"\w+",
+    """best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt
+    seed stop stream stream_options suffix temperature top_p user""",
+)
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -202,7 +205,7 @@ def test_the_policy_for_openai_fields_holds_for_generation_only() -> None:
 
 # ---- to sampling parameters
 
-SAME = {
+SAME: dict[str, Any] = {
     "n": 2,
     "temperature": 0.25,
     "top_p": 0.5,

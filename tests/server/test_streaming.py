@@ -295,13 +295,19 @@ def test_a_finished_request_is_not_aborted(server: Served, client: FakeClient) -
 LONG = "x" * 4000
 
 
+def long_pieces(count: int) -> Steps:
+    steps = [[Delta(0, f"{i:05d}{LONG}", [1])] for i in range(count)]
+    steps[-1][0].finish_reason = "length"
+    return steps
+
+
 def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
     """The slow stream's socket fills up; its pieces are joined, and the other stream flows."""
     steps = 2000
 
     def script(asked: Asked) -> Steps:
         if asked.prompt and "slow" in asked.prompt:
-            return words(*[f"{i:05d}{LONG}" for i in range(steps)])
+            return long_pieces(steps)
         return words(*["tick"] * 5)
 
     client = FakeClient(script, by_hand=True)
@@ -323,7 +329,7 @@ def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
 
 
 def test_a_client_that_never_reads_is_dropped_after_the_write_timeout() -> None:
-    client = FakeClient(lambda _: words(*[LONG] * 3000, finish=None))
+    client = FakeClient(lambda _: long_pieces(3000))
     with serving(client, write_timeout_s=1.0) as server:
         stream = open_stream(server)
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,0 +1,80 @@
+"""Start-up refuses what cannot work, with the numbers, before it reads weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.errors import CheckpointError, ConfigError
+from paceline.runner.startup import build_runner
+from paceline.step import Runner
+from tests.tiny import VOCAB, save_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("startup")
+    save_tiny(path / "target", "llama")
+    save_tiny(path / "other_vocabulary", "llama", vocab_size=VOCAB + 8)
+    save_tiny(path / "short", "llama", max_position_embeddings=64)
+    return path
+
+
+def build(folder: Path, **options: Any) -> Runner:
+    defaults = {"model": str(folder / "target"), "max_num_seqs": 4, "cpu_threads": 1}
+    config = EngineConfig.from_keywords(**{**defaults, **options})
+    runner = build_runner(config, lambda name, share: None)
+    runner.close()
+    return runner
+
+
+def draft(folder: Path, name: str) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder / name), "num_speculative_tokens": 3}
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{VOCAB + 8} tokens, the target has {VOCAB}"):
+        build(folder, speculative_config=draft(folder, "other_vocabulary"))
+
+
+def test_the_shorter_of_two_models_sets_the_length(folder: Path) -> None:
+    spec = draft(folder, "short")
+    assert build(folder, speculative_config=spec).info.max_model_len == 64
+    with pytest.raises(ConfigError, match="max_model_len 100 is more than the 64 positions"):
+        build(folder, speculative_config=spec, max_model_len=100)
+
+
+def test_draft_kv_is_counted_in_the_cache_sizing(folder: Path) -> None:
+    plain = build(folder, kv_cache_memory_bytes=1 << 19).info
+    drafted = build(
+        folder, kv_cache_memory_bytes=1 << 19, speculative_config=draft(folder, "target")
+    ).info
+    assert plain.num_pages >= 2 * drafted.num_pages > 0
+    assert drafted.draft_lookahead == 3
+    assert drafted.kv_cache_bytes <= 1 << 19
+
+
+def test_without_max_model_len_the_cache_decides_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        info = build(folder, kv_cache_memory_bytes=1 << 16).info
+    assert 16 <= info.max_model_len < 256
+    assert f"max_model_len is {info.max_model_len}" in caplog.text
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
+        build(folder, kv_cache_memory_bytes=1 << 16, max_model_len=256)
+
+
+def test_cuda_is_refused_by_name_until_it_exists(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cuda is not supported yet"):
+        build(folder, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_every_dtype_loads(folder: Path, dtype: str) -> None:
+    expected = "float32" if dtype in ("auto", "float32") else "float16 weights"
+    assert build(folder, dtype=dtype).info.dtype.startswith(expected)

@@ -1,0 +1,280 @@
+"""Verification at its edges: missing drafts, broken logits, forced acceptance, late masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.request import Done, EngineRequest, SamplingParams
+from paceline.sampling.params import pack_bits
+from paceline.sampling.verify import Accepted, AcceptRules, Tail, synthetic_rates, verify
+from paceline.sampling.window import Window
+from paceline.state.slots import LOGPROBS, MIN_TOKENS, PENALTIES, Slots
+from tests.sampling.simulation import NoiseModel, Simulation
+
+VOCAB = 32
+CPU = torch.device("cpu")
+
+
+def fresh_slots(count: int, *, temperature: float = 0.0, draft_vocab_size: int = 0) -> Slots:
+    slots = Slots(count, 64, 4, VOCAB, CPU, draft_vocab_size=draft_vocab_size)
+    slots.temperature_S.fill_(temperature)
+    slots.seed_S2[:, 0] = torch.arange(count + 1, dtype=torch.int32)
+    slots.prompt_len_S.fill_(2)
+    slots.max_len_S.fill_(60)
+    slots.tokens_SL.copy_(torch.arange(64, dtype=torch.int32) % VOCAB)
+    return slots
+
+
+def window_of(drafts: list[list[int]], length: int = 10) -> Window:
+    batch = len(drafts)
+    return Window.packed(
+        torch.arange(batch),
+        torch.full((batch,), len(drafts[0]) + 1),
+        torch.tensor(drafts, dtype=torch.int32).reshape(batch, -1),
+        torch.full((batch,), length, dtype=torch.int32),
+    )
+
+
+def some_logits(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def check(
+    logits: Tensor,
+    window: Window,
+    slots: Slots,
+    *,
+    tail: Tail = Tail.FULL,
+    rules: AcceptRules | None = None,
+    late: Tensor | None = None,
+) -> Accepted:
+    return verify(
+        logits.clone(),
+        window,
+        slots,
+        tail=tail,
+        rules=rules or AcceptRules(),
+        custom=None,
+        late_bits_NV=late,
+    )
+
+
+PATTERNS = [[-1, -1, -1], [-1, 4, 5], [4, -1, -1], [4, -1, 6], [4, 5, -1]]
+ALWAYS = AcceptRules.synthetic((1.0, 1.0, 1.0), CPU)
+
+
+@pytest.mark.trap("E1")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("mode", ["one-hot", "sampled", "synthetic"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_missing_draft_is_never_accepted(pattern: list[int], mode: str, temperature: float) -> None:
+    slots = fresh_slots(40, temperature=temperature, draft_vocab_size=VOCAB)
+    if mode == "sampled":
+        slots.drafts_onehot_S.fill_(False)
+        assert slots.draft_probs_SKV is not None
+        slots.draft_probs_SKV[:, :, -1] = 1e-30  # where an index of -1 would read
+    logits = some_logits(4 * 40)
+    logits[:, [4, 5]] += 4.0
+    rules = ALWAYS if mode == "synthetic" else AcceptRules()
+    accepted = check(logits, window_of([pattern] * 40), slots, rules=rules)
+    real = (pattern + [-1]).index(-1)  # drafts before the first gap
+    assert (accepted.num_accepted_B <= real).all()
+    assert (accepted.num_drafts_B == sum(d >= 0 for d in pattern)).all()
+    assert (accepted.count_B >= 1).all()
+    for row, count in zip(accepted.token_BW.tolist(), accepted.count_B.tolist(), strict=True):
+        assert all(0 <= token < VOCAB for token in row[:count])
+        assert row[count:] == [-1] * (4 - count)
+    if mode == "synthetic":
+        assert (accepted.num_accepted_B == real).all()
+
+
+@pytest.mark.trap("E7")
+@pytest.mark.parametrize("tail", list(Tail))
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_unusable_logits_end_one_request_and_no_other(tail: Tail, poison: float) -> None:
+    temperature = 0.0 if tail is Tail.GREEDY else 0.9
+    slots = fresh_slots(4, temperature=temperature)
+    if tail is Tail.FULL:
+        slots.features_S.fill_(LOGPROBS | PENALTIES)
+        slots.num_logprobs_S.fill_(3)
+        slots.repetition_S.fill_(1.2)
+    window = window_of([[1, 2]] * 4)
+    logits = some_logits(12)
+    clean = check(logits, window, slots, tail=tail)
+    logits[3, 7] = poison  # the second request, at its first position
+    broken = check(logits, window, slots, tail=tail)
+    assert broken.done_B.tolist() == [0, Done.ERROR, 0, 0]
+    assert broken.count_B[1] == 1
+    assert 0 <= int(broken.token_BW[1, 0]) < VOCAB
+    others = [0, 2, 3]
+    assert torch.equal(broken.token_BW[others], clean.token_BW[others])
+    if broken.logprobs is not None:
+        assert torch.isfinite(broken.logprobs.values_RWT).all()
+        assert broken.logprobs.ids_RWT.max() < VOCAB
+
+
+def test_broken_row_behind_accepted_drafts_keeps_what_came_before() -> None:
+    slots = fresh_slots(1)
+    logits = some_logits(3)
+    best = logits.argmax(-1).tolist()
+    logits[1, 0] = float("nan")
+    accepted = check(logits, window_of([best[:2]]), slots, tail=Tail.GREEDY)
+    assert accepted.token_BW[0, 0] == best[0]
+    assert (accepted.count_B[0], accepted.done_B[0]) == (2, Done.ERROR)
+
+
+def test_request_that_may_say_nothing_ends_with_an_error() -> None:
+    request = EngineRequest(
+        uid=1,
+        prompt_token_ids=[1],
+        params=SamplingParams(temperature=0.0, min_tokens=4, allowed_token_ids=[3], seed=0),
+        eos_token_ids=(3,),
+    )
+    healthy = EngineRequest(
+        uid=2, prompt_token_ids=[1], params=SamplingParams(temperature=0.0, max_tokens=3, seed=0)
+    )
+    outputs = Simulation([request, healthy], NoiseModel(VOCAB)).run()
+    assert [out.done for out in outputs] == [Done.ERROR, Done.LENGTH]
+
+
+@pytest.mark.parametrize("tail", [Tail.SAMPLE, Tail.FULL])
+def test_greedy_rows_are_the_same_in_every_tail(tail: Tail) -> None:
+    slots = fresh_slots(6)
+    slots.temperature_S[3:] = 1.0
+    logits = some_logits(18)
+    logits[:, 5] = logits.amax(-1)  # ties
+    window = window_of([[5, 5]] * 6)
+    mixed = check(logits, window, slots, tail=tail)
+    greedy = check(logits, window, slots, tail=Tail.GREEDY)
+    assert torch.equal(mixed.token_BW[:3], greedy.token_BW[:3])
+
+
+def test_greedy_row_accepts_a_sampled_draft_only_if_it_is_the_best_token() -> None:
+    slots = fresh_slots(2, draft_vocab_size=VOCAB)
+    slots.drafts_onehot_S.fill_(False)
+    assert slots.draft_probs_SKV is not None
+    slots.draft_probs_SKV.fill_(1e-9)  # p / q would accept anything
+    logits = some_logits(4)
+    best = logits.argmax(-1).tolist()
+    accepted = check(logits, window_of([[best[0]], [(best[2] + 1) % VOCAB]]), slots)
+    assert accepted.num_accepted_B.tolist() == [1, 0]
+    assert accepted.token_BW[1, 0] == best[2]
+
+
+def test_sample_does_not_depend_on_its_neighbours() -> None:
+    slots = fresh_slots(8, temperature=1.0)
+    slots.top_p_S[:4] = 0.8
+    logits = some_logits(8)
+    together = check(logits, window_of([[]] * 8), slots, tail=Tail.SAMPLE)
+    for b in range(8):
+        window = Window.packed(
+            torch.tensor([b]),
+            torch.tensor([1]),
+            torch.empty((1, 0), dtype=torch.int32),
+            torch.tensor([10], dtype=torch.int32),
+        )
+        alone = check(logits[b : b + 1], window, slots, tail=Tail.SAMPLE)
+        assert alone.token_BW[0, 0] == together.token_BW[b, 0]
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (1.7, 1), (2.5, 3), (3.9, 3), (4.0, 3)])
+def test_synthetic_rates_give_the_asked_length(length: float, k: int) -> None:
+    rates = synthetic_rates(length, k)
+    assert len(rates) == k
+    mean, chance = 1.0, 1.0
+    for rate in rates:
+        chance *= rate
+        mean += chance
+    assert mean == pytest.approx(length, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_acceptance_meets_its_rates(temperature: float) -> None:
+    batch, k = 4000, 3
+    rates = (0.9, 0.5, 0.25)
+    slots = fresh_slots(1, temperature=temperature)
+    slots.max_len_S.fill_(2**31 - 1)
+    window = Window.packed(
+        torch.zeros(batch, dtype=torch.int64),
+        torch.full((batch,), k + 1),
+        torch.full((batch, k), 9, dtype=torch.int32),
+        torch.arange(batch, dtype=torch.int32) * 8,
+    )
+    tail = Tail.SAMPLE if temperature else Tail.GREEDY
+    rules = AcceptRules.synthetic(rates, CPU)
+    accepted = check(torch.zeros(batch * (k + 1), VOCAB), window, slots, tail=tail, rules=rules)
+    num = accepted.num_accepted_B
+    reached = batch
+    for j, rate in enumerate(rates):
+        passed = int((num > j).sum())
+        assert abs(passed / reached - rate) < 5 * (rate * (1 - rate) / reached) ** 0.5
+        reached = passed
+    assert (accepted.count_B == num + 1).all()
+
+
+@pytest.mark.trap("E11")
+def test_forced_acceptance_does_not_stop_before_min_tokens() -> None:
+    slots = fresh_slots(1)
+    slots.features_S.fill_(MIN_TOKENS)
+    slots.eos_ids_SE[:, 0] = 9
+    slots.min_len_S.fill_(12)
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 9] = 5.0
+    accepted = check(logits, window_of([[9, 9, 9]]), slots, rules=ALWAYS)
+    assert accepted.token_BW[0].tolist() == [9, 9, 9, -1]
+    assert accepted.done_B[0] == Done.EOS
+
+
+def test_counts_drafts_among_emitted_tokens_only() -> None:
+    slots = fresh_slots(1)
+    slots.stop_ids_SE[:, 3] = 6
+    logits = torch.zeros(4, VOCAB)
+    logits[torch.arange(4), torch.tensor([5, 6, 7, 8])] = 1.0
+    accepted = check(logits, window_of([[5, 6, 7]]), slots, tail=Tail.GREEDY)
+    assert accepted.token_BW[0].tolist() == [5, 6, -1, -1]
+    assert accepted.num_accepted_B[0] == 2
+    assert accepted.num_drafts_B[0] == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_late_masks_bind_at_each_window_position(temperature: float) -> None:
+    slots = fresh_slots(2, temperature=temperature)
+    window = window_of([[3, 4], [3, 4]])
+    everything = pack_bits(range(VOCAB), VOCAB)
+    masks = [pack_bits([3], VOCAB), pack_bits([7], VOCAB), pack_bits([9], VOCAB)]
+    late = torch.stack([torch.from_numpy(m) for m in [*masks, *[everything] * 3]])
+    logits = some_logits(6)
+    accepted = check(logits, window, slots, late=late)
+    assert accepted.token_BW[0].tolist() == [3, 7, -1]
+    free = check(logits, window, slots)
+    assert torch.equal(accepted.token_BW[1], free.token_BW[1])
+
+
+def test_empty_batch_gives_an_empty_result() -> None:
+    window = Window.packed(
+        torch.empty(0, dtype=torch.int64),
+        torch.empty(0, dtype=torch.int64),
+        torch.empty((0, 3), dtype=torch.int32),
+        torch.empty(0, dtype=torch.int32),
+    )
+    for tail in Tail:
+        accepted = check(torch.empty(0, VOCAB), window, fresh_slots(1), tail=tail)
+        assert accepted.token_BW.shape == (0, 4)
+
+
+@pytest.mark.trap("E15")
+@pytest.mark.parametrize("tail", list(Tail))
+def test_results_are_int32(tail: Tail) -> None:
+    slots = fresh_slots(2)
+    slots.features_S.fill_(LOGPROBS)
+    slots.num_logprobs_S.fill_(2)
+    accepted: Any = check(some_logits(4), window_of([[1], [2]]), slots, tail=tail)
+    for name in ("token_BW", "count_B", "done_B", "num_drafts_B", "num_accepted_B"):
+        assert getattr(accepted, name).dtype == torch.int32, name
+    if tail is Tail.FULL:
+        assert accepted.logprobs.ids_RWT.dtype == torch.int32
+        assert accepted.logprobs.values_RWT.dtype == torch.float32
