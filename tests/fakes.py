@@ -87,7 +87,10 @@ def next_token(
 
 
 def reference_output(
-    request: EngineRequest, vocab: int, max_len: int, masks: Callable[[list[int]], Ints] | None = None
+    request: EngineRequest,
+    vocab: int,
+    max_len: int,
+    masks: Callable[[list[int]], Ints] | None = None,
 ) -> tuple[list[int], Done]:
     """The tokens one by one: no batch, no pages, no drafts."""
     prompt = list(request.prompt_token_ids)
@@ -176,6 +179,10 @@ class FakeRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    @property
+    def is_threaded(self) -> bool:
+        return self._thread is not None
 
     def close(self) -> None:
         if self._thread is not None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.commands.doctor import CORE_PACKAGES, SERVER_PACKAGES
+from paceline.commands.serve import EXTRA_MODULES
 from tests.architecture.source_tree import ROOT
 
 
@@ -67,6 +71,31 @@ def test_doctor_sees_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "not writable" in done.stdout
     assert "PACELINE_CACHE" in done.stdout
+
+
+def required(extra: str | None = None) -> set[str]:
+    """Names that pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return {re.split(r"[^\w-]", line)[0] for line in lines}
+
+
+def test_doctor_and_serve_know_every_required_package() -> None:
+    assert {"torch", *CORE_PACKAGES} == required()
+    assert set(SERVER_PACKAGES) == required("server")
+    assert {name.replace("-", "_") for name in SERVER_PACKAGES} == EXTRA_MODULES
+
+
+def test_serve_without_its_extra_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "starlette.py").write_text(
+        "raise ModuleNotFoundError('gone', name='starlette')", encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'paceline[server]'" in done.stderr
 
 
 def fake_python(tmp_path: Path, fails_on: str) -> str:

@@ -117,22 +117,17 @@ def test_files_that_cannot_be_opened_are_one_line(capsys: pytest.CaptureFixture[
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("refuse=nonsense", "nonsense is no checkpoint."), ("fail_at=3", "the device caught fire")],
+)
+def test_an_engine_that_fails_is_one_line_of_ours(
+    model: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "prompts"
     path.write_text("hello", encoding="utf-8")
-    assert main(["generate", "refuse=nonsense", "--input", str(path)]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "paceline: nonsense is no checkpoint."
-
-
-def test_an_engine_that_dies_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "prompts"
-    path.write_text("hello", encoding="utf-8")
-    assert main(["generate", "fail_at=3", "--input", str(path)]) == 1
+    assert main(["generate", model, "--input", str(path)]) == 1
     lines = capsys.readouterr().err.splitlines()
     ours = [line for line in lines if line.startswith("paceline: ")]
     assert len(ours) == 1
-    assert "the device caught fire" in ours[0]
+    assert reason in ours[0]

@@ -233,11 +233,10 @@ def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable() -> None:
             llm.generate(["abc"] * 200, SamplingParams(max_tokens=400), use_tqdm=False)
         assert time.monotonic() - started < 3.0
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        started = time.monotonic()
         assert texts(llm.generate("abc", SIX, use_tqdm=False)) == ["abcabc"]
-        give_up_s = time.monotonic() + 5
-        while llm.get_metrics().num_running:
-            assert time.monotonic() < give_up_s
-            llm.generate("abc", SIX, use_tqdm=False)
+        # behind what was submitted it would have waited for sixteen seconds
+        assert time.monotonic() - started < 5.0
     signal.signal(signal.SIGINT, before)
 
 

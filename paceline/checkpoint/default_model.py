@@ -6,6 +6,7 @@ Writes into Paceline's cache folder only, and never a file that is not whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -98,6 +99,9 @@ def _download(folder: Path) -> Path:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines
     reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit status {done.returncode}"
+    for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        if os.strerror(code) in done.stderr:  # told by `_writing_to`, as when we are who writes
+            raise OSError(code, os.strerror(code))
     raise CheckpointError(
         f"the default model {NAME} is not in {folder.parent} and pip could not fetch it: {reason}. "
         f"{_by_hand()}"
@@ -176,9 +180,9 @@ def _writing_to(folder: Path) -> Iterator[None]:
     except OSError as error:
         free = ""
         with contextlib.suppress(OSError):
-            free = f" ({shutil.disk_usage(folder.anchor).free >> 20} MiB free)"
+            free = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
         raise CheckpointError(
             f"the default model ({SIZE >> 20} MiB) could not be written to {folder}: "
-            f"{error.strerror or error}{free}. Free some space, or set PACELINE_CACHE to a folder "
-            "with room."
+            f"{error.strerror or error}{free}. Free some space, or set PACELINE_CACHE (and TMPDIR, "
+            "which pip uses) to a folder with room."
         ) from None

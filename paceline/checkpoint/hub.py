@@ -74,7 +74,7 @@ def remedy(repo_id: str) -> str:
     )
 
 
-def _out_of_reach(hf: Any, error: Exception) -> str | None:
+def _out_of_reach(hf: Any, error: BaseException) -> str | None:
     """Why the hub gave no answer; None when it answered."""
     if isinstance(error, hf.errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
@@ -88,10 +88,12 @@ def _out_of_reach(hf: Any, error: Exception) -> str | None:
     return None
 
 
-def _explained(hf: Any, repo_id: str, revision: str | None, error: Exception) -> CheckpointError:
+def _explained(
+    hf: Any, repo_id: str, revision: str | None, error: BaseException
+) -> CheckpointError:
     shown = _shown(repo_id, revision)
-    if isinstance(error, CheckpointError):
-        return error
+    if isinstance(error, hf.errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # "not in the cache" is only what came after
     if isinstance(error, hf.errors.GatedRepoError):
         return CheckpointError(
             f"{shown} is gated ({_status(error)}): ask for access at "
@@ -120,13 +122,13 @@ def _explained(hf: Any, repo_id: str, revision: str | None, error: Exception) ->
     return CheckpointError(f"{shown} could not be fetched: {_first_line(error)}")
 
 
-def _status(error: Exception) -> int | None:
+def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     return int(status) if status is not None else None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

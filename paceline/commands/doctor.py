@@ -24,8 +24,8 @@ State = Literal["ok", "note", "missing"]
 _MARKS: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
 _CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 _GIB = 1 << 30
-_CORE = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "gguf")
-_SERVER = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
+CORE_PACKAGES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "gguf")
+SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
 # Asked in a process of its own: a torch that crashes on import must not take the doctor along.
 _PROBE = """
 import json, torch
@@ -146,7 +146,7 @@ def _torch(report: Report, torch: dict[str, Any]) -> None:
 
 
 def _packages(report: Report) -> None:
-    core = {name: _version(name) for name in _CORE}
+    core = {name: _version(name) for name in CORE_PACKAGES}
     gone = [name for name, found in core.items() if found is None]
     if gone:
         report.add(
@@ -154,12 +154,12 @@ def _packages(report: Report) -> None:
         )
     if have := [f"{name} {found}" for name, found in core.items() if found]:
         report.add("Software", "ok", ", ".join(have))
-    missing = [name for name in _SERVER if _version(name) is None]
+    missing = [name for name in SERVER_PACKAGES if _version(name) is None]
     if missing:
         text = f"no server: {', '.join(missing)} not installed"
         report.add("Software", "note", text, "pip install 'paceline[server]'")
     else:
-        found = ", ".join(f"{name} {_version(name)}" for name in _SERVER)
+        found = ", ".join(f"{name} {_version(name)}" for name in SERVER_PACKAGES)
         report.add("Software", "ok", f"server: {found}")
 
 

@@ -16,7 +16,7 @@ from paceline.server.options import ServerOptions
 if TYPE_CHECKING:
     from paceline.engine.client import EngineClient
 
-_EXTRA = {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"}
+EXTRA_MODULES = {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"}
 
 
 def run(args: Namespace) -> int:
@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
     try:
         from paceline.server.app import run_server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
+        if (error.name or "").partition(".")[0] not in EXTRA_MODULES:
             raise
         raise MissingExtra(
             f"the server needs the package {error.name}, which is not installed: "

@@ -190,8 +190,12 @@ class EngineClient:
                 generation, index, self.front.tokenizer, self.front.eos_token_ids
             )
             generation.open_uids.add(request.uid)
-        for request in requests:
-            self._send(encode_submit(request))
+        try:
+            for request in requests:
+                self._send(encode_submit(request))
+        except EngineDead:
+            self._forget(generation, generation.open_uids)  # the caller is told here, once
+            raise
         return generation
 
     def abort(self, request_id: str) -> None:

@@ -28,11 +28,12 @@ from paceline.engine.messages import (
 )
 from paceline.errors import EngineDead, InvalidRequest
 from paceline.request import Done, EngineRequest
-from paceline.scheduler.events import Emitted, TokenConstraint
+from paceline.scheduler.events import Emitted, Events, TokenConstraint
 from paceline.scheduler.scheduler import Scheduler
 from paceline.step import InFlightStep, Runner, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+_NO_EVENTS = Events()
 
 
 @dataclass(slots=True)
@@ -173,9 +174,11 @@ class Engine:
 
     def _publish_all(self) -> None:
         self._stage("publish")
-        for emitted in self._unpublished:
-            events, gauges = self.scheduler.take_events(), self._gauges(emitted.step)
-            self.publish(pack_step(emitted, events, gauges))
+        # Events go with the newest rows: a request that was aborted meanwhile has no rows after.
+        newest = len(self._unpublished) - 1
+        for index, emitted in enumerate(self._unpublished):
+            events = self.scheduler.take_events() if index == newest else _NO_EVENTS
+            self.publish(pack_step(emitted, events, self._gauges(emitted.step)))
         self._unpublished.clear()
         if self.scheduler.has_events:
             events, gauges = self.scheduler.take_events(), self._gauges(self.scheduler.num_steps)

@@ -112,7 +112,7 @@ class EngineThread:
 
     def stop(self, grace_s: float) -> None:
         self.channel.close()  # ends the loop, as a Stop would
-        self._thread.join(grace_s)
+        self._thread.join(max(grace_s, 0.5))  # an exit under its feet would abort in C++
 
     def exit_reason(self) -> str:
         return "the engine thread ended"

@@ -137,9 +137,7 @@ def without_rows(events: Events, gauges: Gauges) -> StepMessage:
 
 def encode_submit(request: EngineRequest) -> bytes:
     prompt = np.asarray(request.prompt_token_ids, np.int32)
-    head = _SUBMIT_HEAD.pack(
-        _SUBMIT, len(prompt), request.uid, request.priority, request.arrival_s
-    )
+    head = _SUBMIT_HEAD.pack(_SUBMIT, len(prompt), request.uid, request.priority, request.arrival_s)
     rest = {
         "params": _params_to_json(request.params),
         "eos": request.eos_token_ids,

@@ -117,6 +117,7 @@ class Port:
         sock.setblocking(True)
         self._socket = sock
         self._on_end = on_end
+        self._is_closing = False
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._threads = [
@@ -134,6 +135,7 @@ class Port:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, then close this end, so that the front sees the end of it."""
+        self._is_closing = True
         self._outbox.put(None)
         self._threads[1].join(timeout_s)
         with contextlib.suppress(OSError):
@@ -149,7 +151,8 @@ class Port:
                     break
                 self.inbox.put(payload)
         finally:
-            self._on_end()
+            if not self._is_closing:
+                self._on_end()
 
     def _read_exactly(self, length: int) -> bytes | None:
         data = bytearray(length)

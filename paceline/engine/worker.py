@@ -66,34 +66,13 @@ def serve_in_thread(sock: socket.socket, factory: str) -> None:
 
 def serve(port: Port, factory: str, *, own_process: bool) -> None:
     """Load, say Ready, run until told to stop; every way out is said to the front."""
-    try:
-        built = _build(port, factory, own_process)
-        if built is not None:
-            _run(port, *built)
-    finally:
-        port.close()
-
-
-def _run(port: Port, config: EngineConfig, runner: Runner) -> None:
-    try:
-        engine = Engine(runner, config, port.send)
-        port.send(encode(Ready(runner.info)))
-        run_engine(engine, port.inbox)
-    except BaseException as error:
-        logger.exception("the engine loop failed")
-        port.send(encode(Died(describe(error))))
-    finally:
-        runner.close()
-
-
-def _build(port: Port, factory: str, own_process: bool) -> tuple[EngineConfig, Runner] | None:
-    """The runner; None when the front closed its end or after the failure was reported."""
+    runner: Runner | None = None
     try:
         # Importing torch takes seconds: do it while the front still looks for the model.
         build_runner = resolve(factory)
         frame = port.inbox.get()
         if frame is None or frame == encode(Stop()):
-            return None
+            return
         start = Start.decode(frame)
         if own_process:
             configure_logging(start.log_level, process="engine")
@@ -101,10 +80,25 @@ def _build(port: Port, factory: str, own_process: bool) -> tuple[EngineConfig, R
         def progress(stage: str, fraction: float) -> None:
             port.send(encode(Progress(stage, fraction)))
 
-        return start.config, build_runner(start.config, progress)
+        runner = build_runner(start.config, progress)
+        engine = Engine(runner, start.config, port.send)
+        port.send(encode(Ready(runner.info)))
+        _run(engine, port)
     except BaseException as error:
         port.send(Failed.because(error).encode())
-        return None
+    finally:
+        # In this order: a device that hangs must not keep the news from the front.
+        port.close()
+        if runner is not None:
+            runner.close()
+
+
+def _run(engine: Engine, port: Port) -> None:
+    try:
+        run_engine(engine, port.inbox)
+    except BaseException as error:
+        logger.exception("the engine loop failed")
+        port.send(encode(Died(describe(error))))
 
 
 def resolve(factory: str) -> RunnerFactory:

@@ -1,7 +1,7 @@
-"""Paged attention over a varlen batch: the torch reference, which is also the CPU path.
+"""Paged attention over a varlen batch: the torch reference.
 
 Rows are prefill chunks, verify windows or decode tokens alike. Lengths and page tables are device
-data; the CPU view of a row is derived once per step and shared by all layers.
+data; here the view of a row is derived once per step and shared by all layers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ _FOLD_LIMIT = 32
 class AttentionBatch:
     """Which rows of the step attend to which pages."""
 
-    row_start: list[int]  # offset of each row's first query in T; one more entry closes the last
-    length: list[int]  # KV length of each row, its own queries included
-    pages: list[Tensor]  # int64 page ids of each row, in order; at least ceil(length / page_size)
+    row_start_B: Tensor  # int64 offset of each row's first query in T; one more closes the last
+    length_B: Tensor  # int64 KV length of each row, its own queries included
+    slot_B: Tensor  # int64 row of the page table
+    table_SP: Tensor  # int32 page ids; ceil(length / page_size) of a row's are valid
     page_size: int
     group_size: int  # query heads per KV head
     _rows: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:
         if not self._rows:
+            start, length = self.row_start_B.tolist(), self.length_B.tolist()
             self._rows = [
-                _Row.make(self.row_start[i], self.row_start[i + 1], self.length[i], pages, self)
-                for i, pages in enumerate(self.pages)
+                _Row.make(start[i], start[i + 1], length[i], self.table_SP[slot].long(), self)
+                for i, slot in enumerate(self.slot_B.tolist())
             ]
         return self._rows
 

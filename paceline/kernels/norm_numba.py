@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ _ROWS_PER_TILE = 16
 @jit
 def scale_row(x: int, weight: int, out: int, width: int, sums: float, eps: float) -> None:
     """out = x / rms(x) * weight, given the sum of squares of x."""
-    inverse = 1.0 / math.sqrt(sums / width + eps)
+    inverse = np.float32(1.0 / math.sqrt(sums / width + eps))
     scale = splat(inverse)
     whole = width // 16 * 16
     for i in range(0, whole, 16):

@@ -1,6 +1,6 @@
-"""Linear layers: the exact one, and packed fp16 weights for x86 CPUs. The format is picked once.
+"""Linear layers: the plain one, panels for vector kernels, FBGEMM's packed fp16. Picked once.
 
-The packed product keeps fp32 activations and accumulates in fp32; only weights are half precision.
+All keep fp32 activations and add up in fp32 on the CPU; only weights are narrower.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from paceline.kernels.dispatch import has_numba, pick_matmul
+from paceline.kernels.matmul import BLOCK_BYTES, PanelWeight, pack_blocks, pack_dense
+
 logger = logging.getLogger(__name__)
 
 FP16_MAX = 65504.0
+# Panels take inputs in multiples of this.
+PANEL_INPUTS = 4
 
 
 class Linear(Protocol):
@@ -29,6 +34,8 @@ class Linear(Protocol):
 
 
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]
+# From the type of GGUF blocks, rows of them and a bias; None: dequantise them instead.
+BlockFormat = Callable[[str, Tensor, Tensor | None], Linear | None]
 
 
 class DenseLinear:
@@ -44,6 +51,21 @@ class DenseLinear:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+
+class PanelLinear:
+    """Weights in panels, as narrow as the checkpoint has them: few bytes, and rows cost little."""
+
+    def __init__(self, weight: PanelWeight) -> None:
+        self._weight = weight
+        self._matmul = pick_matmul()
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._matmul(x_TD, self._weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.data.nbytes
 
 
 class PackedFp16Linear:
@@ -82,18 +104,52 @@ def dense(dtype: torch.dtype, device: torch.device) -> LinearFormat:
     return make
 
 
+def panels(weight: Tensor, bias: Tensor | None) -> Linear:
+    """fp16, bf16 and fp32 weights as they are."""
+    if weight.shape[1] % PANEL_INPUTS:
+        return DenseLinear(weight.float(), None if bias is None else bias.float())
+    return PanelLinear(pack_dense(weight, bias))
+
+
+def narrow_panels(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Half precision: bf16 stays exact, fp32 (dequantised) is rounded to fp16 where it fits."""
+    fits = weight.dtype == torch.bfloat16 or _fits_fp16(weight)
+    is_wide = weight.dtype not in (torch.bfloat16, torch.float16)
+    return panels(weight.half() if fits and is_wide else weight, bias)
+
+
+def block_panels(kind: str, rows: Tensor, bias: Tensor | None) -> Linear | None:
+    """Quantised blocks as the GGUF has them, where there are panels of that type."""
+    return PanelLinear(pack_blocks(kind, rows, bias)) if kind in BLOCK_BYTES else None
+
+
 def packed_fp16(weight: Tensor, bias: Tensor | None) -> Linear:
     """Packed where fp16 can hold the weights; fp32 for the rare matrix beyond its range."""
-    largest = float(weight.abs().max()) if weight.numel() else 0.0
-    if not largest <= FP16_MAX:
-        logger.warning(
-            "a %s weight reaches %.3g, beyond fp16's %.0f; this layer runs in fp32",
-            tuple(weight.shape),
-            largest,
-            FP16_MAX,
-        )
+    if not _fits_fp16(weight):
         return DenseLinear(weight.float(), None if bias is None else bias.float())
     return PackedFp16Linear(weight, bias)
+
+
+def _fits_fp16(weight: Tensor) -> bool:
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if largest <= FP16_MAX:
+        return True
+    logger.warning(
+        "a %s weight reaches %.3g, beyond fp16's %.0f; this layer runs in fp32",
+        tuple(weight.shape),
+        largest,
+        FP16_MAX,
+    )
+    return False
+
+
+def exact_linear(device: torch.device) -> LinearFormat:
+    """fp32 weights for fp32 results."""
+    return panels_fp32 if has_numba(device) else dense(torch.float32, device)
+
+
+def panels_fp32(weight: Tensor, bias: Tensor | None) -> Linear:
+    return panels(weight.float(), bias)
 
 
 @cache

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from paceline.kernels.activation import silu_and_mul
-from paceline.kernels.attention import AttentionBatch, paged_attention
-from paceline.kernels.norm import add_rms_norm, rms_norm
-from paceline.kernels.rope import rotate_, write_kv
+from paceline.kernels.attention import AttentionBatch
+from paceline.kernels.dispatch import Kernels
+from paceline.kernels.rope import HeadNorms
 from paceline.layers.linear import Linear
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
@@ -29,8 +27,7 @@ class DecoderLayer:
     post_norm: Tensor
     gate_up: Linear
     down: Linear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    head_norms: HeadNorms | None = None
 
 
 @dataclass(slots=True)
@@ -53,56 +50,30 @@ class Decoder:
     final_norm: Tensor
     lm_head: Linear
     rotation: Tensor  # complex64 [max_model_len, head_size / 2]
+    kernels: Kernels
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
         """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
-        eps = self.spec.norm_eps
+        spec, eps = self.spec, self.spec.norm_eps
+        rms_norm, add_rms_norm, silu_and_mul, place_heads, paged_attention = self.kernels
+        num_heads, scale = spec.num_heads + 2 * spec.num_kv_heads, spec.head_size**-0.5
         residual_TD = self.embedding_VD.index_select(0, inputs.token_T).float()
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
+        slot_T, batch = inputs.page_slot_T, inputs.attention
         delta_TD: Tensor | None = None
-        for layer, layer_pages in zip(self.layers, pages, strict=True):
+        for layer, kv in zip(self.layers, pages, strict=True):
             if delta_TD is None:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             else:
                 x_TD = add_rms_norm(residual_TD, delta_TD, layer.input_norm, eps)
-            delta_TD = self._attention(layer, x_TD, rotation_TH, inputs, layer_pages)
+            key, value = kv.key_NSH, kv.value_NSH
+            qkv_TNH = layer.qkv(x_TD).view(-1, num_heads, spec.head_size)
+            query_TNH = place_heads(qkv_TNH, rotation_TH, layer.head_norms, key, value, slot_T)
+            delta_TD = layer.o(paged_attention(query_TNH, key, value, batch, scale))
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
             delta_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
         assert delta_TD is not None
         return add_rms_norm(residual_TD, delta_TD, self.final_norm, eps)
-
-    def _attention(
-        self,
-        layer: DecoderLayer,
-        x_TD: Tensor,
-        rotation_TH: Tensor,
-        inputs: ForwardInputs,
-        pages: LayerPages,
-    ) -> Tensor:
-        spec = self.spec
-        num_q, num_kv = spec.num_heads, spec.num_kv_heads
-        qkv_TNH = layer.qkv(x_TD).view(-1, num_q + 2 * num_kv, spec.head_size)
-        qk_TNH = qkv_TNH[:, : num_q + num_kv]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = rms_norm(qkv_TNH[:, :num_q], layer.q_norm, spec.norm_eps)
-            key = rms_norm(qkv_TNH[:, num_q : num_q + num_kv], layer.k_norm, spec.norm_eps)
-            qk_TNH = torch.cat((query, key), dim=1)
-        rotate_(qk_TNH, rotation_TH)
-        write_kv(
-            pages.key_NSH,
-            pages.value_NSH,
-            qk_TNH[:, num_q:],
-            qkv_TNH[:, num_q + num_kv :],
-            inputs.page_slot_T,
-        )
-        out_TD = paged_attention(
-            qk_TNH[:, :num_q],
-            pages.key_NSH,
-            pages.value_NSH,
-            inputs.attention,
-            spec.head_size**-0.5,
-        )
-        return layer.o(out_TD)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V] of the rows that sample."""

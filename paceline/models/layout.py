@@ -25,32 +25,36 @@ def lay_out(
     *,
     drafts: Ints | None = None,
 ) -> ForwardInputs:
-    """The varlen batch of positions start..start + count of each slot, then its drafts."""
-    tokens_SL = slots.tokens_SL.numpy()
-    table_SP = pages.table_SP.numpy()
+    """The varlen batch of positions start..start + count of each slot, then its drafts.
+
+    Drafts of a row come first in it; -1 fills the rest.
+    """
+    query_len_B = count_B
+    if drafts is not None:
+        query_len_B = count_B + (drafts >= 0).sum(axis=1)
+    row_start = np.zeros(len(slot_B) + 1, np.int64)
+    np.cumsum(query_len_B, out=row_start[1:])
+    # Position of a token = its index in T + what its row begins at.
+    shift_B = start_B - row_start[:-1]
+    position_T = np.arange(row_start[-1]) + np.repeat(shift_B, query_len_B)
+    slot_T = np.repeat(slot_B, query_len_B)
+    token_T = slots.tokens_SL.numpy()[slot_T, position_T]
+    if drafts is not None:
+        is_draft_T = position_T >= np.repeat(start_B + count_B, query_len_B)
+        token_T[is_draft_T] = drafts[drafts >= 0]
     size = pages.page_size
-    token_parts: list[Ints] = []
-    position_parts: list[Longs] = []
-    page_slot_parts: list[Longs] = []
-    row_start, length, row_pages = [0], [], []
-    for i, slot in enumerate(slot_B.tolist()):
-        start, count = int(start_B[i]), int(count_B[i])
-        token_parts.append(tokens_SL[slot, start : start + count])
-        end = start + count
-        if drafts is not None:
-            draft = drafts[i][drafts[i] >= 0]
-            token_parts.append(draft)
-            end += len(draft)
-        position = np.arange(start, end)
-        table = table_SP[slot, : -(-end // size)].astype(np.int64)
-        position_parts.append(position)
-        page_slot_parts.append(table[position // size] * size + position % size)
-        row_start.append(row_start[-1] + end - start)
-        length.append(end)
-        row_pages.append(torch.from_numpy(table))
+    page_T = pages.table_SP.numpy()[slot_T, position_T // size].astype(np.int64)
+    page_slot_T = np.where(page_T < 0, -1, page_T * size + position_T % size)
     return ForwardInputs(
-        token_T=torch.from_numpy(np.concatenate(token_parts).astype(np.int64)),
-        position_T=torch.from_numpy(np.concatenate(position_parts)),
-        page_slot_T=torch.from_numpy(np.concatenate(page_slot_parts)),
-        attention=AttentionBatch(row_start, length, row_pages, size, group_size),
+        token_T=torch.from_numpy(token_T.astype(np.int64)),
+        position_T=torch.from_numpy(position_T),
+        page_slot_T=torch.from_numpy(page_slot_T),
+        attention=AttentionBatch(
+            row_start_B=torch.from_numpy(row_start),
+            length_B=torch.from_numpy(start_B + query_len_B),
+            slot_B=torch.from_numpy(slot_B),
+            table_SP=pages.table_SP,
+            page_size=size,
+            group_size=group_size,
+        ),
     )

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.layers.linear import LinearFormat
+from paceline.kernels.dispatch import pick_kernels
+from paceline.kernels.rope import HeadNorms
+from paceline.layers.linear import BlockFormat, Linear, LinearFormat
 from paceline.layers.rope import (
     interleave_pairs,
     inverse_frequencies,
@@ -38,6 +40,9 @@ class WeightSource(Protocol):
 
     def load(self, name: str) -> Tensor: ...
 
+    def blocks(self, name: str) -> tuple[str, Tensor] | None:
+        """The type of a quantised matrix and its rows of bytes; None for plain numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
@@ -49,10 +54,14 @@ class WeightFormats:
     device: torch.device
     round_to: torch.dtype | None = None  # --dtype: round the checkpoint's values to this first
     name: str = "float32"  # for people
+    blocks: BlockFormat | None = None  # linears that stay quantised
 
 
 class DummyWeights:
     """Random weights of the right shapes, for --load-format dummy: nothing is read."""
+
+    def blocks(self, name: str) -> tuple[str, Tensor] | None:
+        return None
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._shapes = dict(expected_shapes(spec))
@@ -148,14 +157,15 @@ def load_decoder(
         if progress:
             progress("weights", (i + 1) / (spec.num_layers + 1))
     embedding = read.tensor("model.embed_tokens.weight")
-    head = read.tensor("lm_head.weight") if has_head else embedding
+    head = "lm_head" if has_head else "model.embed_tokens"
     decoder = Decoder(
         spec=spec,
         embedding_VD=embedding.to(formats.device, formats.embedding),
         layers=layers,
         final_norm=read.norm("model.norm.weight"),
-        lm_head=formats.linear(head, None),
+        lm_head=read.linear([head]),
         rotation=_rotation(spec, source, max_model_len).to(formats.device),
+        kernels=pick_kernels(formats.device, spec.head_size, spec.group_size),
     )
     if progress:
         progress("weights", 1.0)
@@ -177,42 +187,52 @@ class _Reader:
     def norm(self, name: str) -> Tensor:
         return self.tensor(name).to(self.formats.device, self.formats.norm)
 
-    def fused(
-        self, names: list[str], heads: list[int] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows of several projections under each other; `heads` > 0 interleaves rotary pairs."""
-        weights = [self.tensor(f"{n}.weight") for n in names]
+    def linear(self, names: list[str], heads: list[int] | None = None) -> Linear:
+        """Several projections under each other; heads > 0 interleave their rotary pairs."""
+        pairs = heads or [0] * len(names)
         biases = [self.optional(f"{n}.bias") for n in names]
-        if heads is not None:
-            weights = [
-                interleave_pairs(w, h) if h else w for w, h in zip(weights, heads, strict=True)
-            ]
-            biases = [
-                interleave_pairs(b, h) if b is not None and h else b
-                for b, h in zip(biases, heads, strict=True)
-            ]
-        known = [b for b in biases if b is not None]
-        return torch.cat(weights), torch.cat(known) if known else None
+        known = [_interleaved(b, h) for b, h in zip(biases, pairs, strict=True) if b is not None]
+        bias = torch.cat(known) if known else None
+        weights = [f"{n}.weight" for n in names]
+        quantised = self._blocks(weights, pairs)
+        if quantised is not None and self.formats.blocks is not None:
+            kept = self.formats.blocks(*quantised, bias)
+            if kept is not None:
+                return kept
+        rows = [_interleaved(self.tensor(n), h) for n, h in zip(weights, pairs, strict=True)]
+        return self.formats.linear(torch.cat(rows), bias)
+
+    def _blocks(self, names: list[str], heads: list[int]) -> tuple[str, Tensor] | None:
+        """The rows of all of them, where all are quantised alike and nothing is to be rounded."""
+        if self.formats.blocks is None or self.formats.round_to is not None:
+            return None
+        found = [x for name in names if (x := self.source.blocks(name)) is not None]
+        if len(found) < len(names) or len({kind for kind, _ in found}) > 1:
+            return None
+        rows = [_interleaved(x, h) for (_, x), h in zip(found, heads, strict=True)]
+        return found[0][0], torch.cat(rows)
+
+
+def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
+    return interleave_pairs(rows, num_heads) if num_heads else rows
 
 
 def _load_layer(spec: ModelSpec, read: _Reader, index: int) -> DecoderLayer:
     at = f"model.layers.{index}."
-    linear = read.formats.linear
     attention = [f"{at}self_attn.{x}_proj" for x in "qkv"]
-    qkv = read.fused(attention, [spec.num_heads, spec.num_kv_heads, 0])
-    gate_up = read.fused([at + "mlp.gate_proj", at + "mlp.up_proj"])
-    layer = DecoderLayer(
-        input_norm=read.norm(at + "input_layernorm.weight"),
-        qkv=linear(*qkv),
-        o=linear(*read.fused([at + "self_attn.o_proj"])),
-        post_norm=read.norm(at + "post_attention_layernorm.weight"),
-        gate_up=linear(*gate_up),
-        down=linear(*read.fused([at + "mlp.down_proj"])),
-    )
+    norms = None
     if spec.has_qk_norm:
-        layer.q_norm = interleave_pairs(read.norm(at + "self_attn.q_norm.weight"), 1)
-        layer.k_norm = interleave_pairs(read.norm(at + "self_attn.k_norm.weight"), 1)
-    return layer
+        query, key = (read.norm(f"{at}self_attn.{x}_norm.weight") for x in "qk")
+        norms = HeadNorms(interleave_pairs(query, 1), interleave_pairs(key, 1), spec.norm_eps)
+    return DecoderLayer(
+        input_norm=read.norm(at + "input_layernorm.weight"),
+        qkv=read.linear(attention, [spec.num_heads, spec.num_kv_heads, 0]),
+        o=read.linear([at + "self_attn.o_proj"]),
+        post_norm=read.norm(at + "post_attention_layernorm.weight"),
+        gate_up=read.linear([at + "mlp.gate_proj", at + "mlp.up_proj"]),
+        down=read.linear([at + "mlp.down_proj"]),
+        head_norms=norms,
+    )
 
 
 def _rotation(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Tensor:

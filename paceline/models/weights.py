@@ -29,6 +29,9 @@ class Weights(Protocol):
 
     def load(self, name: str) -> torch.Tensor: ...
 
+    def blocks(self, name: str) -> tuple[str, torch.Tensor] | None:
+        """A quantised tensor as stored: its type and its rows of bytes. None for plain numbers."""
+
     def close(self) -> None: ...
 
 
@@ -72,6 +75,9 @@ class _SafetensorsWeights:
         tensor: torch.Tensor = self._of(name).get_tensor(name)
         return tensor
 
+    def blocks(self, name: str) -> None:
+        return None
+
     def close(self) -> None:
         for file in self._opened:
             file.__exit__(None, None, None)
@@ -105,6 +111,9 @@ class _PickledWeights:
 
     def load(self, name: str) -> torch.Tensor:
         return _lookup(self._tensors, name, self._where).contiguous()
+
+    def blocks(self, name: str) -> None:
+        return None
 
     def close(self) -> None:
         self._tensors.clear()
@@ -150,6 +159,12 @@ class _TorchGguf:
         if not values.flags.writeable:  # float32 tensors are views of the file
             values = values.copy()
         return torch.from_numpy(values)
+
+    def blocks(self, name: str) -> tuple[str, torch.Tensor] | None:
+        kind = self._weights.kind(name)
+        if kind == "F32" or kind in _HALF:
+            return None
+        return kind, torch.from_numpy(self._weights.raw(name).copy())
 
     def close(self) -> None:
         pass  # the mapping goes with the last array that looks at it

@@ -15,7 +15,14 @@ from paceline.drafters.autoregressive import DraftModel
 from paceline.drafters.base import Drafter, NoDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.errors import CheckpointError, ConfigError
-from paceline.layers.linear import dense, packed_fp16, packed_fp16_works
+from paceline.kernels.dispatch import has_numba
+from paceline.layers.linear import (
+    block_panels,
+    exact_linear,
+    narrow_panels,
+    packed_fp16,
+    packed_fp16_works,
+)
 from paceline.models.decoder import Decoder
 from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
 from paceline.models.spec import ModelSpec, read_spec
@@ -141,7 +148,7 @@ def _load(config: EngineConfig, found: Found, max_model_len: int, progress: Prog
 
 
 def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
-    """fp32 as it is; everything narrower through packed fp16 weights where the CPU can."""
+    """fp32 as it is; everything narrower as narrow as the checkpoint has it, where the CPU can."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     stored = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32")
     wanted = config.model.dtype
@@ -150,6 +157,16 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
         narrow = files.kind == "gguf" or stored in ("bfloat16", "float16")
     else:
         narrow = wanted != "float32"
+    if narrow and has_numba(_CPU):
+        return WeightFormats(
+            narrow_panels,
+            torch.float16,
+            torch.float32,
+            _CPU,
+            round_to,
+            "the checkpoint's weights, float32 activations",
+            blocks=block_panels,
+        )
     if narrow and packed_fp16_works():
         return WeightFormats(
             packed_fp16,
@@ -161,7 +178,7 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
         )
     if narrow:
         logger.warning("this CPU or torch build has no packed fp16 product; computing in float32")
-    linear = dense(torch.float32, _CPU)
+    linear = exact_linear(_CPU)
     return WeightFormats(linear, torch.float32, torch.float32, _CPU, round_to, "float32")
 
 

@@ -12,8 +12,9 @@ from paceline.config import SpeculativeConfig
 from paceline.scheduler.inflight import Rows
 from paceline.step import Ints, RunnerInfo, StepResult
 
-# Acceptance is a ratio of two fading sums. A new request is assumed to accept half of its drafts.
-START_DRAFTED = 8.0
+# Acceptance is a ratio of two fading sums. A new request gets the benefit of the doubt: as many
+# accepted drafts as keep its k.
+START_DRAFTED = 6.0
 START_ACCEPTED = 4.0
 FADE = 0.5  # of the sums, each time k is decided again
 DECIDE_EVERY = 4  # steps

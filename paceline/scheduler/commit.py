@@ -74,9 +74,7 @@ def trim_prompt_logprobs(
     return entries
 
 
-def late_masks(
-    plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int
-) -> LateMasks:
+def late_masks(plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int) -> LateMasks:
     """Allowed tokens of the late rows, from what their requests have accepted so far."""
     assert plan.late_B is not None
     row_R: Ints = np.flatnonzero(plan.late_B).astype(np.int32)

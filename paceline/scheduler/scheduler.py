@@ -1,33 +1,23 @@
-"""Policy: who gets a slot, which rows a step holds, who gives way. Plans out, results in.
+"""Which rows a step holds, and what its result means. Plans out, results in.
 
 Never sees a device or text; never reads a token of a step in flight, only bounds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, InvalidRequest, PromptTooLong
+from paceline.errors import ConfigError
 from paceline.request import Done, EngineRequest
-from paceline.scheduler.adaptive import DraftLengths
 from paceline.scheduler.commit import late_masks, trim_prompt_logprobs, without_rows
 from paceline.scheduler.events import Emitted, Ended, Events, TokenConstraint
-from paceline.scheduler.inflight import Flight, Rows, SlotTable
-from paceline.scheduler.live import LiveRequest, WaitingQueue
-from paceline.scheduler.sequence_pages import SequencePages
-from paceline.step import (
-    Bools,
-    Ints,
-    LateMasks,
-    RunnerInfo,
-    SlotInit,
-    StepPlan,
-    StepResult,
-)
+from paceline.scheduler.inflight import Flight, Rows
+from paceline.scheduler.live import LiveRequest
+from paceline.scheduler.roster import Roster
+from paceline.step import Bools, Ints, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
 
 
 class Scheduler:
@@ -44,112 +34,70 @@ class Scheduler:
                 f"max_num_batched_tokens {self.budget} cannot hold {info.num_slots} rows of "
                 f"{info.max_k + 1} tokens; raise it or lower --max-num-seqs."
             )
+        self._roster = Roster(config, info)
+        self.table = self._roster.table
+        self._pages = self._roster.pages
+        self._draft_lengths = self._roster.draft_lengths
         self._is_priority = config.scheduler.scheduling_policy == "priority"
-        self.table = SlotTable(info)
-        self._pages = SequencePages(config, info, self.table)
-        self._draft_lengths = DraftLengths(info, config.speculative)
-        self._requests: dict[int, LiveRequest] = {}
-        self._by_slot: list[LiveRequest | None] = [None] * info.num_slots
-        self._free_slots = list(range(info.num_slots - 1, -1, -1))
-        self._waiting = WaitingQueue(self._waiting_request)
-        self._prefilling: dict[int, LiveRequest] = {}  # by uid
-        self._events = Events()
-        # (uid, pool releases) of a head that found no room: no need to look again before a release
-        self._blocked_at: tuple[int, int] | None = None
-        self._num_constrained = 0  # running ones
         self._wasted_rows = 0
         self.num_steps = 0
-        self.num_preemptions = 0
         self.num_wasted_rows = 0
 
     # ---- requests
 
     def add(self, request: EngineRequest, constraint: TokenConstraint | None = None) -> None:
         """Queue a request; raises InvalidRequest when it could never run."""
-        assert request.uid not in self._requests, f"request {request.uid} was added twice"
-        tokens: Ints = np.array(request.prompt_token_ids, np.int32)
-        self._check_length(len(tokens))
-        max_tokens = request.params.max_tokens
-        limit = self._pages.max_len
-        max_len = limit if max_tokens is None else min(len(tokens) + max_tokens, limit)
-        key = (request.priority if self._is_priority else 0, request.uid)
-        live = LiveRequest(request, key, tokens, len(tokens), max_len, constraint)
-        self._requests[request.uid] = live
-        self._waiting.push(live)
-
-    def _check_length(self, length: int) -> None:
-        if length == 0:
-            raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
-        if length >= self.info.max_model_len:
-            raise PromptTooLong(
-                f"prompt has {length} tokens; this model serves {self.info.max_model_len} with at "
-                "least one for the output. Shorten it or raise --max-model-len.",
-                param="prompt",
-            )
-        if length >= self._pages.max_len:
-            raise PromptTooLong(
-                f"prompt has {length} tokens; the KV cache of {self.info.num_pages} pages of "
-                f"{self.info.page_size} holds one request of {self._pages.max_len} with at least "
-                "one for the output. Shorten it or raise --kv-cache-memory-bytes.",
-                param="prompt",
-            )
+        self._roster.add(request, constraint)
 
     def refuse(self, uid: int, reason: str, error: str) -> None:
         """Report a request that add() raised for."""
-        self._events.ended.append(Ended(uid, Done.ERROR, reason, error))
+        self._roster.events.ended.append(Ended(uid, Done.ERROR, reason, error))
 
     def abort(self, uid: int) -> None:
         """End a request now. Rows in flight are dropped when they come."""
-        live = self._requests.get(uid)
+        live = self._roster.requests.get(uid)
         if live is not None:
-            self._end(live)
-            self._events.ended.append(Ended(uid, Done.ABORT))
+            self._roster.end(live)
+            self._roster.events.ended.append(Ended(uid, Done.ABORT))
 
     def end_all(self, done: Done, reason: str) -> None:
         """The device failed: nothing in flight will come back."""
         self.table.in_flight.clear()
-        for live in list(self._requests.values()):
-            self._end(live)
-            self._events.ended.append(Ended(live.uid, done, reason))
+        for live in list(self._roster.requests.values()):
+            self._roster.end(live)
+            self._roster.events.ended.append(Ended(live.uid, done, reason))
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
         """Forget all cached prefixes. Running requests finish on their own pages, or are all
         computed again from their tokens."""
         self._pages.cache.reset()
-        for live in self._running():
+        for live in self._roster.running():
             self._pages.stop_registering(live)
             if preempt_running:
-                self._preempt(live)
-
-    def _waiting_request(self, uid: int) -> LiveRequest | None:
-        live = self._requests.get(uid)
-        return live if live is not None and live.slot < 0 else None
-
-    def _running(self) -> list[LiveRequest]:
-        return [live for live in self._by_slot if live is not None]
+                self._roster.preempt(live)
 
     # ---- plan
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when no row can run before another result is committed."""
-        table = self.table
+        table, roster = self.table, self._roster
         left_S = table.last_S - table.lower_S
         ready_S = left_S >= 0
         # Drafts past the limit could never be emitted, whatever the true length is.
         k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S)
         bound_S = table.upper_S + k_S
         short = (bound_S > table.page_room_S).nonzero()[0]
-        num_before = self.num_preemptions
+        num_before = roster.num_preemptions
         if len(short):
-            self._grow(short[ready_S[short]], bound_S)
+            roster.grow(short[ready_S[short]], bound_S)
         if self._is_priority:
-            self._make_room_for_head()
-        if self.num_preemptions != num_before:
+            roster.make_room_for_head()
+        if roster.num_preemptions != num_before:
             ready_S &= table.last_S >= 0
         width_S = (k_S + 1) * ready_S
         chunks: list[tuple[LiveRequest, int]] = []
         admissions: list[SlotInit] = []
-        if self._waiting.count or self._prefilling:
+        if roster.waiting.count or roster.prefilling:
             chunks, admissions = self._prefill(self.budget - int(np.add.reduce(width_S)))
         slots = ready_S.nonzero()[0]
         if not len(slots) and not chunks:
@@ -161,71 +109,20 @@ class Scheduler:
         table.launch(flight)
         return flight.plan
 
-    def _grow(self, slots: Rows, bound_S: Ints) -> None:
-        """Pages for rows that cross into new ones; the last in order give way if they must."""
-        pages = self._pages
-        wanted = [
-            (self._owner(slot), length)
-            for slot, length in zip(slots.tolist(), bound_S[slots].tolist(), strict=True)
-        ]
-        num_ahead = pages.num_ahead(self.num_running)
-        if num_ahead == 1:
-            missing = sum(pages.num_missing(live, length) for live, length in wanted)
-            if missing > pages.pool.num_available:
-                wanted.sort(key=lambda pair: pair[0].key)
-        for live, length in wanted:
-            while live.slot >= 0 and not pages.grow(live, length, num_ahead):
-                self._preempt(max(self._running(), key=lambda other: other.key))
-
-    def _make_room_for_head(self) -> None:
-        """Priority order: a waiting request may push out running ones of lower priority."""
-        head = self._waiting.head()
-        if head is None or head.num_draining:
-            return
-        running = self._running()
-        victims = [live for live in running if live.key[0] > head.key[0]]
-        if not victims or self._room_for(head) is not None:
-            return
-        pool = self._pages.pool
-        gain = sum(pool.num_refs(page) == 1 for live in victims for page in live.pages)
-        headroom = len(running) - len(victims) - gain
-        if not self._pages.fits(head, self._pages.find_hit(head), headroom):
-            return  # not even without all of them
-        victims.sort(key=lambda live: live.key)
-        while victims and self._room_for(head) is None:
-            self._preempt(victims.pop())
-
-    def _room_for(self, head: LiveRequest) -> list[int] | None:
-        """The head's cached pages when it can be admitted now, else None.
-
-        Each running request keeps a page to grow into, so that an admission does not cause a
-        preemption soon after.
-        """
-        if not self._free_slots or head.num_draining:
-            return None
-        state = (head.uid, self._pages.pool.num_releases)
-        if state == self._blocked_at:
-            return None
-        hit = self._pages.find_hit(head)
-        headroom = self.info.num_slots - len(self._free_slots)
-        if self._pages.fits(head, hit, headroom):
-            return hit
-        self._blocked_at = state
-        return None
-
     def _prefill(self, budget: int) -> tuple[list[tuple[LiveRequest, int]], list[SlotInit]]:
         """(request, chunk length) by order, of prompts under way and of admitted requests."""
+        roster = self._roster
         chunks: list[tuple[LiveRequest, int]] = []
         admissions: list[SlotInit] = []
-        started = sorted(self._prefilling.values(), key=lambda live: live.key, reverse=True)
+        started = sorted(roster.prefilling.values(), key=lambda live: live.key, reverse=True)
         while budget > 0:
-            head = self._waiting.head() if self._waiting.count else None
-            hit = self._room_for(head) if head is not None else None
+            head = roster.waiting.head() if roster.waiting.count else None
+            hit = roster.room_for(head) if head is not None else None
             if started and (head is None or hit is None or started[-1].key < head.key):
                 live = started.pop()
             elif head is not None and hit is not None:
                 live = head
-                admissions.append(self._admit(live, hit))
+                admissions.append(roster.admit(live, hit))
             else:
                 break
             length = min(len(live.tokens) - live.num_launched, budget)
@@ -236,26 +133,6 @@ class Scheduler:
             self._pages.register_launched(live)
             chunks.append((live, length))
         return chunks, admissions
-
-    def _admit(self, live: LiveRequest, hit: list[int]) -> SlotInit:
-        self._waiting.pop()
-        live.slot = slot = self._free_slots.pop()
-        self._by_slot[slot] = live
-        self._prefilling[live.uid] = live
-        self.table.occupy(slot, live.uid, live.tokens)
-        self._draft_lengths.start(slot, live.request.params.num_speculative_tokens)
-        self._num_constrained += live.constraint is not None
-        self._pages.admit(live, hit)
-        self._events.admitted.append((live.uid, live.num_launched))
-        return SlotInit(
-            slot=slot,
-            request=live.request,
-            tokens=live.tokens,
-            prompt_len=live.prompt_len,
-            num_cached=live.num_launched,
-            max_len=live.max_len,
-            pages=self._pages.table_of(live),
-        )
 
     def _assemble(
         self,
@@ -283,7 +160,7 @@ class Scheduler:
                     table.last_S[live.slot] = live.max_len - 1
                     self._pages.begin_decode(live)
                     k = max(k, int(wanted_S[live.slot]))
-                    del self._prefilling[live.uid]
+                    del self._roster.prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
             k_B = _extended(k_B, [0] * len(chunks))
             query_len_B = _extended(query_len_B, [length for _, length in chunks])
@@ -298,12 +175,13 @@ class Scheduler:
             samples_B=samples_B,
             length_bound_B=bound_B,
         )
-        if self._num_constrained:
+        if self._roster.num_constrained:
             plan.late_B = self._late_rows(slots, samples_B)
         return Flight(plan, slots, samples_S, width_S)
 
     def _late_rows(self, slots: Rows, samples_B: Bools) -> Bools | None:
-        late_B = np.array([self._owner(slot).constraint is not None for slot in slots.tolist()])
+        owners = [self._roster.owner(slot) for slot in slots.tolist()]
+        late_B: Bools = np.array([live.constraint is not None for live in owners])
         late_B &= samples_B
         return late_B if late_B.any() else None
 
@@ -316,7 +194,7 @@ class Scheduler:
         assert flight.plan is plan, "results out of order"
         assert result.step == plan.step, f"result {result.step} for plan {plan.step}"
         if result.prompt_logprobs:
-            result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._requests)
+            result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._roster.requests)
         emitted = Emitted(
             result.step,
             plan.uid_B,
@@ -337,7 +215,7 @@ class Scheduler:
         if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
-                    self._end(self._owner(slot))
+                    self._roster.end(self._roster.owner(slot))
         return emitted
 
     def _settle_strays(self, flight: Flight, result: StepResult) -> list[int]:
@@ -345,7 +223,7 @@ class Scheduler:
         wasted. Returns the rows that nobody waits for."""
         wasted = []
         for row in flight.strays:
-            live = self._requests.get(int(flight.plan.uid_B[row]))
+            live = self._roster.requests.get(int(flight.plan.uid_B[row]))
             if live is None:
                 wasted.append(row)
                 continue
@@ -356,7 +234,7 @@ class Scheduler:
             if live.constraint is not None and tokens:
                 live.constraint.accept(tokens)
             if result.done_B[row]:
-                self._end(live)
+                self._roster.end(live)
             elif live.num_draining == 0:
                 live.absorb_drained()
         self._wasted_rows += len(wasted)
@@ -371,7 +249,7 @@ class Scheduler:
             slot = int(flight.slots[row])
             if slot == self.table.num_slots:
                 continue
-            live = self._owner(slot)
+            live = self._roster.owner(slot)
             assert live.constraint is not None
             live.constraint.accept(result.token_BW[row, : result.count_B[row]].tolist())
             drafts = result.draft_BK[row].tolist()
@@ -380,40 +258,7 @@ class Scheduler:
     def late_masks(self, plan: StepPlan) -> LateMasks:
         """Masks of a late plan; every earlier result has been committed."""
         assert self.table.in_flight[0].plan is plan, "masks before the previous commit"
-        return late_masks(plan, self._requests, self.info.vocab_size)
-
-    # ---- leaving a slot
-
-    def _owner(self, slot: int) -> LiveRequest:
-        live = self._by_slot[slot]
-        assert live is not None, f"slot {slot} is free"
-        return live
-
-    def _preempt(self, live: LiveRequest) -> None:
-        """Give slot and pages back now; compute again from the tokens later."""
-        live.tokens, live.num_draining = self.table.committed_tokens(live.slot), self._leave(live)
-        self.num_preemptions += 1
-        self._events.preempted.append(live.uid)
-        self._waiting.push(live)
-
-    def _end(self, live: LiveRequest) -> None:
-        del self._requests[live.uid]
-        if live.slot >= 0:
-            self._leave(live)
-        else:
-            self._waiting.left()
-
-    def _leave(self, live: LiveRequest) -> int:
-        """Slot and pages are free for the next plan. Returns the rows still in flight."""
-        self._pages.release(live)
-        num_in_flight = self.table.vacate(live.slot)
-        self._by_slot[live.slot] = None
-        self._free_slots.append(live.slot)
-        self._prefilling.pop(live.uid, None)
-        self._num_constrained -= live.constraint is not None
-        live.drafts = []
-        live.slot = -1
-        return num_in_flight
+        return late_masks(plan, self._roster.requests, self.info.vocab_size)
 
     # ---- what others may know
 
@@ -424,15 +269,19 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._requests)
+        return len(self._roster.requests)
 
     @property
     def num_running(self) -> int:
-        return self.info.num_slots - len(self._free_slots)
+        return self._roster.num_running
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._roster.num_preemptions
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.count
+        return self._roster.waiting.count
 
     @property
     def kv_usage(self) -> float:
@@ -440,10 +289,10 @@ class Scheduler:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._roster.events)
 
     def take_events(self) -> Events:
-        events, self._events = self._events, Events()
+        events, self._roster.events = self._roster.events, Events()
         return events
 
     def take_wasted_rows(self) -> int:
@@ -464,21 +313,8 @@ class Scheduler:
         }
 
     def check(self) -> None:
-        """For tests: slots, pages, counts and queues agree with each other."""
-        running = self._running()
-        assert sorted(self._free_slots + [live.slot for live in running]) == list(
-            range(self.info.num_slots)
-        )
-        for live in running:
-            assert self._by_slot[live.slot] is live
-            assert self._requests[live.uid] is live
-            assert self.table.uid_S[live.slot] == live.uid
-        assert self._waiting.count == sum(live.slot < 0 for live in self._requests.values())
-        assert self._num_constrained == sum(live.constraint is not None for live in running)
-        owners = Counter(page for live in running for page in live.pages)
-        pool = self._pages.pool
-        assert all(pool.num_refs(page) == owners[page] for page in range(pool.num_pages))
-        pool.check()
+        """For tests: everything the host keeps agrees with itself."""
+        self._roster.check()
 
 
 def _extended(values: Any, more: list[int]) -> Any:

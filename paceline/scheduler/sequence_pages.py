@@ -89,9 +89,7 @@ class SequencePages:
     def _watch(self, live: LiveRequest) -> None:
         num_pages = len(live.pages)
         self._table.page_room_S[live.slot] = (
-            num_pages * self.page_size - self._lookahead
-            if num_pages < live.most_pages
-            else FOREVER
+            num_pages * self.page_size - self._lookahead if num_pages < live.most_pages else FOREVER
         )
 
     def num_missing(self, live: LiveRequest, length: int) -> int:

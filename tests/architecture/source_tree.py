@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,13 @@ class Source:
 def sources(*folders: str) -> list[Source]:
     """Every Python file below these folders of the repository, sorted by name."""
     found = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
-    return [Source(p) for p in sorted(found) if "__pycache__" not in p.parts]
+    return [_source(p) for p in sorted(found) if "__pycache__" not in p.parts]
+
+
+@cache
+def _source(path: Path) -> Source:
+    """One object per file, so that each is read and parsed once."""
+    return Source(path)
 
 
 def frozen_names(file: str) -> list[str]:

@@ -83,9 +83,8 @@ def test_only_the_configuration_reads_the_environment(source: Source) -> None:
 
 def test_every_fast_kernel_has_its_reference() -> None:
     kernels = {s.path.stem for s in sources("paceline/kernels")}
-    alone = [
-        k for k in kernels if k.endswith("_triton") and k.removesuffix("_triton") not in kernels
-    ]
+    fast = [k for k in kernels if k.endswith(("_triton", "_numba"))]
+    alone = [k for k in fast if k.rpartition("_")[0] not in kernels]
     assert not alone, f"without a torch twin: {alone}"
 
 

@@ -24,15 +24,16 @@ SCRIPT = """
 import json, sys
 from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
-try:
-    files = locate(sys.argv[1], **json.loads(sys.argv[2]))
-except CheckpointError as error:
-    print(json.dumps({"error": str(error)}))
-else:
-    there = {p.name: p.stat().st_size for p in files.folder.iterdir()}
-    weights = [p.name for p in files.weight_files]
-    print(json.dumps({"config": files.config, "there": there, "weights": weights,
-                      "kind": files.kind, "folder": str(files.folder)}))
+for arguments in json.loads(sys.argv[2]):
+    try:
+        files = locate(sys.argv[1], **arguments)
+    except CheckpointError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        there = {p.name: p.stat().st_size for p in files.folder.iterdir()}
+        weights = [p.name for p in files.weight_files]
+        print(json.dumps({"config": files.config, "there": there, "weights": weights,
+                          "kind": files.kind, "folder": str(files.folder)}))
 """
 
 
@@ -59,9 +60,22 @@ def locate(hub: FakeHub, home: Path, model: str = "tiny/model", **options: Any) 
     """`locate` in a process of its own. Options in capitals are environment variables."""
     environment = {k: str(v) for k, v in options.items() if k.isupper()}
     arguments = {k: v for k, v in options.items() if not k.isupper()}
+    return locate_each(hub, home, [arguments], model, **environment)[0]
+
+
+def locate_each(
+    hub: FakeHub,
+    home: Path,
+    calls: list[dict[str, Any]],
+    model: str = "tiny/model",
+    *,
+    script: str = SCRIPT,
+    **environment: str,
+) -> list[dict[str, Any]]:
+    """Several calls in one new process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model, json.dumps(arguments)],
+        [sys.executable, "-c", script, model, json.dumps(calls)],
         env={**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **environment},
         capture_output=True,
         text=True,
@@ -69,8 +83,7 @@ def locate(hub: FakeHub, home: Path, model: str = "tiny/model", **options: Any) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_a_model_is_fetched_with_one_set_of_weights(hub: FakeHub, tmp_path: Path) -> None:
@@ -92,8 +105,7 @@ def test_the_load_format_decides_which_weights_are_fetched(hub: FakeHub, tmp_pat
 
 
 def test_without_weights_only_the_small_files_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
-    for options in ({"with_weights": False}, {"load_format": "dummy"}):
-        got = locate(hub, tmp_path, **options)
+    for got in locate_each(hub, tmp_path, [{"with_weights": False}, {"load_format": "dummy"}]):
         assert got["weights"] == []
         assert "model.safetensors" not in got["there"]
     assert hub.requests("model.safetensors") == []
@@ -117,9 +129,9 @@ def test_a_second_start_fetches_no_file_again(hub: FakeHub, tmp_path: Path) -> N
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, tmp_path: Path) -> None:
-    assert locate(hub, tmp_path)["config"]["hidden_size"] == 8
-    assert locate(hub, tmp_path, revision="v2")["config"]["hidden_size"] == 16
-    assert locate(hub, tmp_path, revision=SECOND)["config"]["hidden_size"] == 16
+    calls = [{}, {"revision": "v2"}, {"revision": SECOND}]
+    got = locate_each(hub, tmp_path, calls)
+    assert [files["config"]["hidden_size"] for files in got] == [8, 16, 16]
 
 
 def test_an_unknown_revision_is_named(hub: FakeHub, tmp_path: Path) -> None:
@@ -201,10 +213,10 @@ def test_a_line_that_drops_is_resumed_where_it_broke(hub: FakeHub, tmp_path: Pat
 
 
 def test_files_that_were_whole_are_kept_when_a_start_fails(hub: FakeHub, tmp_path: Path) -> None:
-    hub.failing["model.safetensors"] = 500
+    hub.failing["model.safetensors"] = 403  # 5xx would be tried again for half a minute
     error = locate(hub, tmp_path)["error"]
-    assert "tiny/model could not be fetched" in error
-    assert "answers 500" in error
+    assert "tiny/model cannot be read" in error
+    assert "(403)" in error
     hub.failing.clear()
     hub.log.clear()
     assert locate(hub, tmp_path)["weights"] == ["model.safetensors"]
@@ -236,19 +248,7 @@ def test_a_repository_that_is_no_model_says_what_it_holds(hub: FakeHub, tmp_path
 
 def test_a_full_disk_is_told(hub: FakeHub, tmp_path: Path) -> None:
     hub.repos["tiny/model"].commits[FIRST]["model.safetensors"] = bytes(1 << 20)
-    limited = SCRIPT.replace(
-        "import json, sys",
-        "import json, resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))",
-    )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", limited, "tiny/model", "{}"],
-        env={**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    error = json.loads(done.stdout.splitlines()[-1])["error"]
-    assert "could not be written" in error
-    assert "HF_HOME" in error
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))\n"
+    (got,) = locate_each(hub, tmp_path, [{}], script=limited + SCRIPT)
+    assert "could not be written" in got["error"]
+    assert "HF_HOME" in got["error"]

@@ -90,8 +90,8 @@ def test_a_folder_that_is_no_model_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     with pytest.raises(CheckpointError, match=r"no config\.json.*It holds: README\.md"):
         locate(str(tmp_path))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="It holds: nothing"):
-        (tmp_path / "empty").mkdir()
         locate(str(tmp_path / "empty"))
 
 

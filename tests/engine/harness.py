@@ -1,12 +1,12 @@
 """Drives an Engine over a FakeRunner and collects what it publishes, checking every message.
 
-Never looks into the engine except through its own consistency checks.
+Never looks into the engine except through its own consistency checks and its bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.messages import StepMessage, decode
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.scheduler.events import TokenConstraint
-from paceline.step import RunnerInfo, StepPlan
-from tests.fakes import FakeRunner
+from paceline.step import Ints, RunnerInfo, StepPlan
+from tests.fakes import FakeRunner, reference_output
 
 
 def engine_config(info: RunnerInfo, *, depth: int = 0, **keywords: Any) -> EngineConfig:
@@ -47,6 +47,39 @@ def request(
     return EngineRequest(uid, prompt, sampling, eos_token_ids=eos, priority=priority)
 
 
+class ModThree:
+    """A toy grammar: each token is one more than the one before, modulo three."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._last = 0
+        self.accepted: list[int] = []
+
+    def masks(self, draft_ids: list[int]) -> Ints:
+        rows, last = [], self._last
+        for draft in [*draft_ids, 0]:
+            rows.append(mod_three_mask(self._vocab, last))
+            last = draft
+        return np.stack(rows)
+
+    def accept(self, tokens: list[int]) -> None:
+        for token in tokens:
+            assert token % 3 == (self._last + 1) % 3, "a token that the mask forbade"
+            self._last = token
+        self.accepted += tokens
+
+
+def mod_three_mask(vocab: int, last: int) -> Ints:
+    words = np.zeros((vocab + 31) // 32, np.uint32)
+    for token in range((last + 1) % 3, vocab, 3):
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+def mod_three_reference(vocab: int) -> Callable[[list[int]], Ints]:
+    return lambda output: mod_three_mask(vocab, output[-1] if output else 0)
+
+
 @dataclass
 class Stream:
     """What the front has seen of one request."""
@@ -68,14 +101,16 @@ class Front:
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
-        self.messages: list[StepMessage] = []
+        self.num_messages = 0
+        self.last: StepMessage | None = None
         self.num_wasted_rows = 0
         self.bubble_s = 0.0
 
     def receive(self, data: bytes) -> None:
         message = decode(data)
         assert isinstance(message, StepMessage)
-        self.messages.append(message)
+        self.num_messages += 1
+        self.last = message
         self.num_wasted_rows += message.gauges.num_wasted_rows
         self.bubble_s += message.gauges.bubble_s
         for uid, num_cached in message.events.admitted:
@@ -105,7 +140,7 @@ class Front:
         assert -1 not in tokens[:count]
         assert tokens[count:] == [-1] * (len(tokens) - count)
         assert 0 <= message.num_accepted_B[row] <= message.num_drafts_B[row]
-        assert message.num_accepted_B[row] <= max(count, 0)
+        assert message.num_accepted_B[row] <= count
         stream.tokens += tokens[:count]
         stream.done = Done(int(message.done_B[row]))
         stream.num_steps += 1
@@ -126,38 +161,52 @@ class Harness:
         seed: int = 0,
         **keywords: Any,
     ) -> None:
+        self.info = info
         self.runner = runner or FakeRunner(info, seed=seed)
         self.front = Front()
         self.config = engine_config(info, depth=depth, **keywords)
         self.engine = Engine(self.runner, self.config, self.front.receive, delay=delay)
+        self.requests: dict[int, EngineRequest] = {}
+        self.constrained: set[int] = set()
         self.max_in_flight = 0
-        self.checks_bounds = delay is None
+        # A threaded runner is somewhere in the middle of things when we look.
+        self._checks_bounds = not self.runner.is_threaded
+
+    @property
+    def num_in_flight(self) -> int:
+        return int(self.engine.stats()["num_in_flight"])
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.engine.scheduler.num_preemptions
 
     def add(self, req: EngineRequest, constraint: TokenConstraint | None = None) -> Stream:
-        stream = self.front.streams[req.uid] = Stream()
         self.engine.add(req, constraint=constraint)
+        self.requests[req.uid] = req
+        if constraint is not None:
+            self.constrained.add(req.uid)
+        stream = self.front.streams[req.uid] = Stream()
         return stream
 
     def turn(self) -> bool:
         is_busy = self.engine.turn()
         self.engine.scheduler.check()
-        in_flight = int(self.engine.stats()["num_in_flight"])
-        self.max_in_flight = max(self.max_in_flight, in_flight)
-        if self.checks_bounds:
-            self._check_bounds()
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
+        if self._checks_bounds:
+            self.check_bounds()
         return is_busy
 
-    def _check_bounds(self) -> None:
+    def check_bounds(self) -> None:
         """The device ran everything launched: its truth must lie between the host's bounds."""
         table = self.engine.scheduler.table
+        lower_S, upper_S = table.lower_S, table.upper_S
         for index, slot in enumerate(self.runner.slots):
             if slot.init is None or table.uid_S[index] != slot.init.request.uid:
                 continue
             committed = int(table.committed_S[index])
             assert table.tokens_SL[index, :committed].tolist() == slot.tokens[:committed]
             if not slot.done:
-                truth = len(slot.tokens)
-                assert committed <= table.lower_S[index] <= truth <= table.upper_S[index]
+                assert committed <= lower_S[index] <= len(slot.tokens) <= upper_S[index]
 
     def run(self, max_turns: int = 5000) -> None:
         """Until the engine is idle."""
@@ -174,6 +223,26 @@ class Harness:
         assert scheduler.kv_usage == 0.0
         assert all(stream.done for stream in self.front.streams.values())
 
+    def reference(self, uid: int) -> tuple[list[int], Done]:
+        vocab = self.info.vocab_size
+        masks = mod_three_reference(vocab) if uid in self.constrained else None
+        return reference_output(self.requests[uid], vocab, self.engine.scheduler.max_len, masks)
+
+    def check_outputs(self) -> None:
+        """Every request that was not aborted has the tokens of a run by itself."""
+        for uid, stream in self.front.streams.items():
+            tokens, done = self.reference(uid)
+            params = self.requests[uid].params
+            prompt = list(self.requests[uid].prompt_token_ids)
+            if stream.done == Done.ABORT:
+                assert stream.tokens == tokens[: len(stream.tokens)]
+            else:
+                assert stream.tokens == tokens, f"request {uid}"
+                assert stream.done == done
+                assert params.prompt_logprobs is None or stream.prompt_logprob_ids == prompt[1:]
+            if params.logprobs is not None:
+                assert stream.logprob_ids == stream.tokens
+
 
 def golden(plan: StepPlan) -> dict[str, Any]:
     """A plan as plain values, for comparing traces."""
@@ -185,7 +254,7 @@ def golden(plan: StepPlan) -> dict[str, Any]:
         "slot": plan.slot_B.tolist(),
         "query_len": plan.query_len_B.tolist(),
         "k_row": plan.k_B.tolist(),
-        "samples": plan.samples_B.tolist(),
+        "samples": plan.samples_B.astype(int).tolist(),
         "bound": plan.length_bound_B.tolist(),
         "admissions": [
             [init.slot, init.request.uid, len(init.tokens), init.num_cached, init.pages.tolist()]
@@ -195,7 +264,3 @@ def golden(plan: StepPlan) -> dict[str, Any]:
         if appends is None
         else np.stack([appends.slot, appends.index, appends.page], 1).tolist(),
     }
-
-
-def with_uid(req: EngineRequest, uid: int) -> EngineRequest:
-    return replace(req, uid=uid)

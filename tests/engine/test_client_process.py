@@ -14,7 +14,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
-from paceline.errors import CheckpointError, EngineDead
+from paceline.errors import CheckpointError, ConfigError, EngineDead
 from tests.engine.echo_client import (
     FACTORY,
     echo_client,
@@ -132,8 +132,9 @@ def test_an_idle_front_learns_of_a_dead_engine_when_it_submits() -> None:
     with echo_client(in_process=False) as client:
         os.kill(pid_of(client), signal.SIGKILL)
         assert wait_gone(pid_of(client), 2.0)
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead, match="SIGKILL"):
             submit(client, "one", "abc")
+        assert client.num_open == 0
 
 
 def test_a_device_failure_reaches_the_front_with_its_place() -> None:
@@ -233,6 +234,12 @@ def test_an_error_while_loading_keeps_its_type_and_message() -> None:
         with pytest.raises(CheckpointError) as caught:
             EngineClient.start(config, factory=FACTORY, front=echo_front(), in_process=in_process)
         assert str(caught.value) == "/nowhere is no checkpoint."
+
+
+def test_a_configuration_that_the_engine_refuses_is_a_configuration_error() -> None:
+    small = EngineConfig.from_keywords(model="slots=64", max_num_seqs=8, max_num_batched_tokens=32)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 32"):
+        EngineClient.start(small, factory=FACTORY, front=echo_front())
 
 
 def test_an_unexpected_error_while_loading_says_where_it_came_from() -> None:

@@ -1,4 +1,4 @@
-"""The noise is the same everywhere, uniform, and independent between seeds, positions and domains."""
+"""The noise is the same everywhere, uniform, and independent between seeds and positions."""
 
 from __future__ import annotations
 

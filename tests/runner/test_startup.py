@@ -49,10 +49,9 @@ def test_the_shorter_of_two_models_sets_the_length(folder: Path) -> None:
 
 
 def test_draft_kv_is_counted_in_the_cache_sizing(folder: Path) -> None:
-    plain = build(folder, kv_cache_memory_bytes=1 << 19).info
-    drafted = build(
-        folder, kv_cache_memory_bytes=1 << 19, speculative_config=draft(folder, "target")
-    ).info
+    options = {"kv_cache_memory_bytes": 1 << 19, "max_num_seqs": 64}
+    plain = build(folder, **options).info
+    drafted = build(folder, **options, speculative_config=draft(folder, "target")).info
     assert plain.num_pages >= 2 * drafted.num_pages > 0
     assert drafted.draft_lookahead == 3
     assert drafted.kv_cache_bytes <= 1 << 19

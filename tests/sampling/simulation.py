@@ -95,7 +95,9 @@ class Simulation:
                 known = all(d >= 0 for d in before)
                 # Rows behind a missing draft hold whatever the device left there.
                 row = self.model.row(self.history[i] + before) if known else None
-                rows.append(np.full(self.model.vocab_size, np.nan, np.float32) if row is None else row)
+                rows.append(
+                    np.full(self.model.vocab_size, np.nan, np.float32) if row is None else row
+                )
             drafts.append(draft)
             widths.append(width)
         window = Window.packed(

@@ -6,8 +6,6 @@ depends on the position only, so every token has a known distribution and no mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -32,7 +30,7 @@ GREEDY, ONE_HOT, SAMPLED, FILTERED, GREEDY_DRAFTED = range(5)
 
 
 @pytest.fixture
-def vectorised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensor reference instead of the CPU shortcut: a million draws in seconds.
 
     Its bisection would take most of the time for six tokens, so thresholds come from a sort.
@@ -47,7 +45,6 @@ def vectorised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paceline.sampling.draft, "draw_windows", draw)
     monkeypatch.setattr(kernels, "thresholds", sorted_thresholds)
     monkeypatch.setattr(kernels, "thresholds_reference", sorted_thresholds)
-    yield
 
 
 def sorted_thresholds(scaled_NV: Tensor, knobs: Knobs) -> Tensor:
@@ -157,7 +154,9 @@ def pvalue(counts: npt.NDArray[np.int64], wanted: npt.NDArray[np.float64]) -> fl
 @pytest.mark.usefixtures("vectorised")
 def test_mixed_batch_emits_the_target_distribution_over_many_steps() -> None:
     # 3 sampled modes x 3 positions x 120,000 sequences: a million draws.
-    draft_logits = torch.tensor([[2.0, 0.0, 1.0, -1.0, 0.5, -3.0], [-1.0, 1.5, 0.0, 0.3, -2.0, 1.0]])
+    draft_logits = torch.tensor(
+        [[2.0, 0.0, 1.0, -1.0, 0.5, -3.0], [-1.0, 1.5, 0.0, 0.3, -2.0, 1.0]]
+    )
     crowd = Crowd(mixed_slots(), 120_000, draft_logits)
     while int((crowd.length_B - crowd.base_B).min()) < 3:
         crowd.step()
@@ -166,13 +165,13 @@ def test_mixed_batch_emits_the_target_distribution_over_many_steps() -> None:
         emitted = crowd.emitted_BP[crowd.slot_B == slot, :3]
         assert torch.equal(emitted, best[:3].to(torch.int32).expand_as(emitted))
     for slot in (ONE_HOT, SAMPLED, FILTERED):
-        emitted = crowd.emitted_BP[crowd.slot_B == slot].numpy()
+        tokens = crowd.emitted_BP[crowd.slot_B == slot].numpy()
         wanted = crowd.wanted(slot)
         for place in range(3):
-            counts = np.bincount(emitted[:, place], minlength=VOCAB)
+            counts = np.bincount(tokens[:, place], minlength=VOCAB)
             assert pvalue(counts, wanted[place]) > 1e-4, (slot, place)
         for place in range(2):  # neighbours know nothing of each other
-            pair = emitted[:, place] * VOCAB + emitted[:, place + 1]
+            pair = tokens[:, place] * VOCAB + tokens[:, place + 1]
             joint = np.outer(wanted[place], wanted[place + 1]).flatten()
             assert pvalue(np.bincount(pair, minlength=VOCAB**2), joint) > 1e-4, (slot, place)
 
@@ -223,9 +222,7 @@ def test_rare_tokens_survive_rejection() -> None:
         position_B = torch.arange(count, dtype=torch.int32)
         logits = q.log().expand(count, VOCAB).clone()
         draft_B = propose_tokens(logits, window_slots, position_B, 0, slots, probabilistic=True)
-        window = Window.packed(
-            window_slots, torch.full((count,), 2), draft_B[:, None], position_B
-        )
+        window = Window.packed(window_slots, torch.full((count,), 2), draft_B[:, None], position_B)
         accepted = verify(
             p.float().log().repeat(2 * count, 1),
             window,

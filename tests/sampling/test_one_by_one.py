@@ -33,7 +33,9 @@ def request(
 
 @st.composite
 def requests(draw: st.DrawFn) -> EngineRequest:
-    maybe = lambda strategy, default: draw(st.one_of(st.just(default), strategy))  # noqa: E731
+    def maybe(strategy: st.SearchStrategy[Any], default: Any) -> Any:
+        return draw(st.one_of(st.just(default), strategy))
+
     params = {
         "temperature": draw(st.sampled_from([0.0, 1e-6, 0.4, 1.0, 1.7])),
         "top_k": maybe(st.integers(1, VOCAB + 2), 0),
@@ -103,7 +105,9 @@ def test_windows_of_any_width_emit_the_same_tokens(
     model = NoiseModel(VOCAB, seed)
     wanted = [one_by_one(r, model) for r in batch]
     drafter = oracle(wanted, [len(r.prompt_token_ids) for r in batch], seed)
-    for mine, one in zip(Simulation(batch, model).run(k, drafter, padded=padded), wanted, strict=True):
+    for mine, one in zip(
+        Simulation(batch, model).run(k, drafter, padded=padded), wanted, strict=True
+    ):
         assert_same(mine, one)
 
 
@@ -160,8 +164,15 @@ def test_every_pair_of_features_in_one_batch_equals_each_request_alone(k: int) -
 @pytest.mark.parametrize("min_tokens", [1, 3, 5])
 def test_no_stop_token_comes_before_min_tokens(temperature: float, k: int, min_tokens: int) -> None:
     # EOS and a stop token are almost certain everywhere, and every draft proposes one of them.
-    params = {"logit_bias": {EOS: 60.0, 7: 60.0}, "stop_token_ids": [7], "max_tokens": 12}
-    batch = [request([5], temperature=temperature, min_tokens=min_tokens, seed=i, **params) for i in range(6)]
+    params: dict[str, Any] = {
+        "logit_bias": {EOS: 60.0, 7: 60.0},
+        "stop_token_ids": [7],
+        "max_tokens": 12,
+    }
+    batch = [
+        request([5], temperature=temperature, min_tokens=min_tokens, seed=i, **params)
+        for i in range(6)
+    ]
     model = NoiseModel(VOCAB, 2)
     wanted = [one_by_one(r, model) for r in batch]
 

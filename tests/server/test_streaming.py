@@ -303,7 +303,7 @@ def long_pieces(count: int) -> Steps:
 
 def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
     """The slow stream's socket fills up; its pieces are joined, and the other stream flows."""
-    steps = 2000
+    steps = 4000
 
     def script(asked: Asked) -> Steps:
         if asked.prompt and "slow" in asked.prompt:
@@ -313,7 +313,7 @@ def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
     client = FakeClient(script, by_hand=True)
     with serving(client) as server:
         slow = open_stream(server, messages=[{"role": "user", "content": "slow"}])
-        slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.await_asked(1)
         client.allow(steps + 100)
         wait_for(lambda: client.last.generation.finished)  # all of it arrived, hardly any was sent
@@ -324,16 +324,19 @@ def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
     found = choices(body)
     text = "".join(c["delta"].get("content", "") for c in found)
     assert text == "".join(f"{i:05d}{LONG}" for i in range(steps))
-    # What did not fit the socket's buffers came as one piece, not as two thousand.
+    # What did not fit the socket's buffers came as one piece, not as four thousand.
     assert len(found) < steps // 2
 
 
 def test_a_client_that_never_reads_is_dropped_after_the_write_timeout() -> None:
-    client = FakeClient(lambda _: long_pieces(3000))
+    client = FakeClient(lambda _: long_pieces(4000))
     with serving(client, write_timeout_s=1.0) as server:
         stream = open_stream(server)
-        stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wait_for(lambda: client.aborted != [], within_s=20)
+        stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.await_asked(1)
+        wait_for(lambda: client.last.generation.finished)
+        assert server.service.jobs  # all of it is there, and nobody takes it
+        wait_for(lambda: not server.service.jobs)
         stream.close()
 
 

@@ -59,7 +59,9 @@ TALK = [
 
 
 def template(text: str, **named: str) -> ChatTemplate:
-    return ChatTemplate("tiny", {"default": text}, named or {"bos_token": "<s>", "eos_token": "<e>"})
+    return ChatTemplate(
+        "tiny", {"default": text}, named or {"bos_token": "<s>", "eos_token": "<e>"}
+    )
 
 
 def reference(text: str) -> Any:
@@ -84,9 +86,7 @@ def test_prompts_equal_those_of_transformers(text: str, generation: bool) -> Non
 @pytest.mark.parametrize("end", ["The answer", "The answer: ", "e", ">", "line\n"])
 def test_a_continued_message_is_left_open_as_in_transformers(text: str, end: str) -> None:
     talk = [*TALK, {"role": "assistant", "content": end}]
-    theirs = reference(text).apply_chat_template(
-        talk, tokenize=False, continue_final_message=True
-    )
+    theirs = reference(text).apply_chat_template(talk, tokenize=False, continue_final_message=True)
     ours = template(text).render(talk, add_generation_prompt=False, continue_final_message=True)
     assert ours == theirs
     assert ours.endswith(end if text == PLAIN else end.rstrip())
@@ -95,9 +95,7 @@ def test_a_continued_message_is_left_open_as_in_transformers(text: str, end: str
 def test_a_continued_message_of_parts_is_left_open() -> None:
     talk = [{"role": "assistant", "content": [{"type": "text", "text": "The "}]}]
     for text, expected in ((PARTS, "<assistant>(The "), (PLAIN, "<s>[assistant]The ")):
-        got = template(text).render(
-            talk, add_generation_prompt=False, continue_final_message=True
-        )
+        got = template(text).render(talk, add_generation_prompt=False, continue_final_message=True)
         assert got == expected
     assert talk[0]["content"] == [{"type": "text", "text": "The "}]
 

@@ -109,18 +109,14 @@ def test_any_tokens_in_any_groups_give_the_same_text(
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     skip = data.draw(st.booleans())
     whole = run(Detokenizer(tokenizer, prompt_ids=[], skip_special_tokens=skip), [ids])
-    cut = run(
-        Detokenizer(tokenizer, prompt_ids=[], skip_special_tokens=skip), chunks(ids, sizes)
-    )
+    cut = run(Detokenizer(tokenizer, prompt_ids=[], skip_special_tokens=skip), chunks(ids, sizes))
     assert whole == cut
     if tokenizer is byte_tokenizer:  # broken UTF-8 too
         assert whole.text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    raw=st.binary(max_size=60), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3)
-)
+@given(raw=st.binary(max_size=60), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_broken_utf8_of_single_bytes_decodes_as_a_whole_would(
     byte_tokenizer: Tokenizer, raw: bytes, sizes: list[int]
 ) -> None:
@@ -202,9 +198,7 @@ def test_held_text_is_released_when_the_request_ends(byte_tokenizer: Tokenizer) 
 def test_a_stop_string_before_min_tokens_does_not_stop(byte_tokenizer: Tokenizer) -> None:
     ids = [byte_tokenizer.encode(c, add_special_tokens=False)[0] for c in "aXbXcX"]
     for min_tokens, shown, count in ((0, "a", 2), (2, "a", 2), (3, "aXb", 4), (6, "aXbXc", 6)):
-        detokenizer = Detokenizer(
-            byte_tokenizer, prompt_ids=[], stop=("X",), min_tokens=min_tokens
-        )
+        detokenizer = Detokenizer(byte_tokenizer, prompt_ids=[], stop=("X",), min_tokens=min_tokens)
         assert detokenizer.push(ids, True) == TextDelta(shown, count, "X")
     detokenizer = Detokenizer(byte_tokenizer, prompt_ids=[], stop=("X",), min_tokens=7)
     assert detokenizer.push(ids, True) == TextDelta("aXbXcX", 6, None)

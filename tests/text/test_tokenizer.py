@@ -226,7 +226,8 @@ def test_a_saved_tokenizer_is_read_with_the_same_ids(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(
-    "flags", [(True, True), (True, False), (False, True), (False, False), (True, None), (None, None)]
+    "flags",
+    [(True, True), (True, False), (False, True), (False, False), (True, None), (None, None)],
 )
 def test_the_flags_of_tokenizer_config_json_overrule_tokenizer_json(
     tmp_path: Path, flags: tuple[bool | None, bool | None], given: bool

@@ -1,0 +1,95 @@
+"""Which twin of each kernel pair runs here: picked once for a model, never asked again.
+
+CPU with numba takes the vector kernels; everything else takes the torch references.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import activation, attention, matmul, norm, rope
+from paceline.kernels.attention import AttentionBatch
+from paceline.kernels.matmul import PanelWeight
+from paceline.kernels.rope import HeadNorms
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """What a decoder layer is made of, beside its linears."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    place_heads: Callable[[Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
+    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
+
+
+REFERENCE = Kernels(
+    norm.rms_norm,
+    norm.add_rms_norm,
+    activation.silu_and_mul,
+    rope.place_heads,
+    attention.paged_attention,
+)
+
+
+def pick_kernels(device: torch.device, head_size: int, group_size: int) -> Kernels:
+    """The kernels of a decoder with these heads."""
+    if not has_numba(device):
+        return REFERENCE
+    from paceline.kernels import activation_numba, attention_numba, norm_numba, rope_numba
+
+    set_threads()
+    fits = (
+        head_size <= attention_numba.MOST_HEAD_SIZE
+        and group_size <= attention_numba.MOST_GROUP_SIZE
+    )
+    attend = attention_numba if fits else attention
+    return Kernels(
+        norm_numba.rms_norm,
+        norm_numba.add_rms_norm,
+        activation_numba.silu_and_mul,
+        rope_numba.place_heads,
+        attend.paged_attention,
+    )
+
+
+def pick_matmul() -> Callable[[Tensor, PanelWeight], Tensor]:
+    """The product with panels, on the CPU."""
+    if not has_numba(torch.device("cpu")):
+        return matmul.matmul
+    from paceline.kernels import matmul_numba
+
+    set_threads()
+    return matmul_numba.matmul
+
+
+def set_threads() -> None:
+    """Let vector kernels use as many threads as torch does."""
+    from paceline.kernels.numba_team import team
+
+    team.set_threads(torch.get_num_threads())
+
+
+def has_numba(device: torch.device) -> bool:
+    return device.type == "cpu" and _numba_works()
+
+
+@cache
+def _numba_works() -> bool:
+    if find_spec("numba") is None:
+        return False
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:  # for instance a numpy that this numba does not know
+        logger.warning("numba is installed but does not load (%s); kernels run in torch", error)
+        return False
+    return True

@@ -1,0 +1,114 @@
+"""Draft tokens: greedy or drawn, with the distribution they were drawn from kept in the slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.kernels.sampling import Knobs, distributions
+from paceline.sampling.draft import propose_tokens
+from paceline.sampling.verify import AcceptRules, Tail, verify
+from paceline.sampling.window import Window
+from paceline.state.slots import Slots
+
+VOCAB = 24
+
+
+def draft_slots(count: int, draft_vocab_size: int = VOCAB) -> Slots:
+    slots = Slots(count, 32, 3, VOCAB, torch.device("cpu"), draft_vocab_size=draft_vocab_size)
+    slots.seed_S2[:, 0] = torch.arange(count + 1, dtype=torch.int32) * 7
+    slots.max_len_S.fill_(30)
+    return slots
+
+
+def some_logits(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
+
+
+def test_greedy_drafts_are_the_best_tokens() -> None:
+    logits = some_logits(5)
+    position = torch.full((5,), 9)
+    slots = Slots(5, 32, 3, VOCAB, torch.device("cpu"))  # keeps no distributions
+    ids = propose_tokens(logits, torch.arange(5), position, 0, slots, probabilistic=False)
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_sampled_drafts_come_from_the_distribution_that_is_stored() -> None:
+    slots = draft_slots(4)
+    slots.temperature_S[:4] = torch.tensor([0.0, 1.0, 0.5, 1.0])
+    slots.top_k_S[2] = 3
+    slots.top_p_S[3] = 0.5
+    logits = some_logits(4)
+    slot = torch.arange(4)
+    ids = propose_tokens(logits, slot, torch.full((4,), 9), 1, slots, probabilistic=True)
+    assert slots.draft_probs_SKV is not None
+    stored = slots.draft_probs_SKV[:4, 1]
+    knobs = Knobs(
+        *(t[:4] for t in (slots.temperature_S, slots.top_k_S, slots.top_p_S, slots.min_p_S))
+    )
+    assert torch.allclose(stored[1:], distributions(logits, knobs)[1:])
+    assert (stored.gather(1, ids[:, None].long()) > 0).all()
+    assert ids[0] == logits[0].argmax()
+    assert (stored[2] > 0).sum() == 3
+    assert slots.draft_probs_SKV[:, [0, 2]].sum() == 0
+
+
+def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
+    slots = draft_slots(1)
+    slots.temperature_S.fill_(1.0)
+    flat = torch.zeros(200, VOCAB)
+    slot, position = torch.zeros(200, dtype=torch.int64), torch.arange(200)
+    drafts = propose_tokens(flat, slot, position, 0, slots, probabilistic=True)
+    window = Window.packed(
+        slot,
+        torch.ones(200, dtype=torch.int64),
+        torch.empty((200, 0), dtype=torch.int32),
+        position.to(torch.int32),
+    )
+    slots.max_len_S.fill_(1000)
+    target = verify(
+        flat,
+        window,
+        slots,
+        tail=Tail.SAMPLE,
+        rules=AcceptRules(),
+        custom=None,
+        late_bits_NV=None,
+    ).token_BW[:, 0]
+    assert len(drafts.unique()) == VOCAB
+    assert int((drafts == target).sum()) < 30  # 8 expected; equal noise would give 200
+
+
+@pytest.mark.trap("E7")
+def test_broken_draft_logits_harm_nobody() -> None:
+    slots = draft_slots(2)
+    slots.temperature_S.fill_(1.0)
+    slots.drafts_onehot_S.fill_(False)
+    logits = some_logits(2)
+    logits[0, 3] = float("nan")
+    slot, position = torch.arange(2), torch.full((2,), 9)
+    ids = propose_tokens(logits, slot, position, 0, slots, probabilistic=True)
+    assert ((ids >= 0) & (ids < VOCAB)).all()
+    window = Window.packed(slot, torch.tensor([2, 2]), ids[:, None], position.to(torch.int32))
+    accepted = verify(
+        some_logits(4),
+        window,
+        slots,
+        tail=Tail.FULL,
+        rules=AcceptRules(),
+        custom=None,
+        late_bits_NV=None,
+    )
+    assert accepted.done_B.tolist() == [0, 0]
+
+
+def test_draft_row_may_be_stored_wider_than_the_drafters_logits() -> None:
+    slots = draft_slots(1, draft_vocab_size=VOCAB + 8)
+    slots.temperature_S.fill_(1.0)
+    propose_tokens(
+        some_logits(1), torch.tensor([0]), torch.tensor([4]), 0, slots, probabilistic=True
+    )
+    assert slots.draft_probs_SKV is not None
+    assert float(slots.draft_probs_SKV[0, 0].sum()) == pytest.approx(1.0, abs=1e-5)
+    assert slots.draft_probs_SKV[0, 0, VOCAB:].sum() == 0

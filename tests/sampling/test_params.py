@@ -1,0 +1,137 @@
+"""A request's parameters become the values of its slot, or an error that names the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import InvalidRequest
+from paceline.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, EngineRequest, SamplingParams
+from paceline.sampling.params import MAX_EOS_IDS, pack_bits, slot_rows, tail_of
+from paceline.sampling.verify import Tail
+from paceline.state.slots import BAD_WORDS, LOGPROBS, PENALTIES, Slots
+
+VOCAB = 70
+
+
+def engine_request(
+    *, eos: tuple[int, ...] = (2,), bad_words: tuple[tuple[int, ...], ...] = (), **params: Any
+) -> EngineRequest:
+    return EngineRequest(
+        uid=1,
+        prompt_token_ids=[1, 2],
+        params=SamplingParams(**{"seed": 1, **params}),
+        eos_token_ids=eos,
+        bad_word_ids=bad_words,
+    )
+
+
+def rows_of(request: EngineRequest) -> dict[str, Any]:
+    return slot_rows(request, 50, 2, vocab_size=VOCAB)
+
+
+def test_every_value_fits_its_tensor() -> None:
+    slots = Slots(1, 64, 2, VOCAB, torch.device("cpu"))
+    request = engine_request(
+        bad_words=((1, 2), (3,)),
+        logit_bias={5: 1.5},
+        allowed_token_ids=[0, 69],
+        min_tokens=3,
+        repetition_penalty=1.2,
+        logprobs=2,
+        prompt_logprobs=1,
+        stop_token_ids=[7],
+        logits_processors=["a:B"],
+    )
+    for name, value in rows_of(request).items():
+        tensor = getattr(slots, name)
+        tensor[0] = torch.as_tensor(value)
+        assert np.shape(value) == tuple(tensor.shape[1:]), name
+    assert slots.min_len_S[0] == 5
+    assert slots.max_len_S[0] == 50
+    assert slots.bad_words_SEE[0, 0].tolist() == [-1] * (MAX_BAD_WORD_TOKENS - 2) + [1, 2]
+    assert slots.bias_ids_SE[0, :2].tolist() == [5, -1]
+    assert slots.num_prompt_logprobs_S[0] == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, -(2**63), 2**63 - 1])
+def test_seed_is_split_into_halves_without_loss(seed: int) -> None:
+    low, high = rows_of(engine_request(seed=seed))["seed_S2"].tolist()
+    assert (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32 == seed & 0xFFFFFFFFFFFFFFFF
+
+
+def test_allowed_bits_are_the_asked_ids() -> None:
+    words = pack_bits([0, 31, 32, 69], VOCAB)
+    assert words.dtype == np.int32
+    assert len(words) == 3
+    found = [v for v in range(VOCAB) if int(words[v // 32]) >> (v % 32) & 1]
+    assert found == [0, 31, 32, 69]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    request = engine_request(temperature=temperature, top_k=5, top_p=0.5, min_p=0.1)
+    rows = rows_of(request)
+    assert (rows["temperature_S"], rows["top_k_S"], rows["top_p_S"], rows["min_p_S"]) == (
+        0,
+        0,
+        1,
+        0,
+    )
+    assert tail_of(request) is Tail.GREEDY
+
+
+@pytest.mark.parametrize(
+    ("params", "tail"),
+    [
+        ({"temperature": 0}, Tail.GREEDY),
+        ({"temperature": 0.5, "top_k": 3}, Tail.SAMPLE),
+        ({"temperature": 0, "presence_penalty": 0.1}, Tail.FULL),
+        ({"temperature": 0, "logprobs": 0}, Tail.FULL),
+        ({"temperature": 0, "min_tokens": 1}, Tail.FULL),
+        ({"temperature": 0, "logit_bias": {1: 1.0}}, Tail.FULL),
+        ({"temperature": 0, "allowed_token_ids": [1]}, Tail.FULL),
+        ({"temperature": 0, "logits_processors": ["a:B"]}, Tail.FULL),
+        ({"temperature": 0, "bad_words": ((1,),)}, Tail.FULL),
+    ],
+)
+def test_tail_is_the_least_that_serves_the_request(params: dict[str, Any], tail: Tail) -> None:
+    assert tail_of(engine_request(**params)) is tail
+
+
+def test_sampled_drafts_need_the_full_tail_unless_the_request_is_greedy() -> None:
+    assert tail_of(engine_request(temperature=1.0), sampled_drafts=True) is Tail.FULL
+    assert tail_of(engine_request(temperature=0.0), sampled_drafts=True) is Tail.GREEDY
+
+
+def test_tables_of_unused_features_are_left_out() -> None:
+    rows = rows_of(engine_request())
+    assert rows["features_S"] == 0
+    assert not {"bias_ids_SE", "bad_words_SEE", "allowed_bits_SV", "repetition_S"} & set(rows)
+    penalised = rows_of(engine_request(presence_penalty=1.0, logprobs=3, bad_words=((1,),)))
+    assert penalised["features_S"] == PENALTIES | LOGPROBS | BAD_WORDS
+    assert penalised["repetition_S"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "message"),
+    [
+        ({"bad_words": ((1,),) * (MAX_BAD_WORDS + 1)}, "bad_words", str(MAX_BAD_WORDS)),
+        ({"bad_words": ((1,) * 9,)}, "bad_words", "9 tokens"),
+        ({"bad_words": ((VOCAB,),)}, "bad_words", "0 to 69"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias", "token id 70"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias", "token id -1"),
+        ({"allowed_token_ids": [3, 99]}, "allowed_token_ids", "token id 99"),
+        ({"stop_token_ids": [99], "min_tokens": 1}, "stop_token_ids", "token id 99"),
+        ({"eos": tuple(range(MAX_EOS_IDS + 1))}, "eos_token_ids", str(MAX_EOS_IDS)),
+    ],
+)
+def test_over_capacity_or_out_of_range_is_an_error_that_says_the_limit(
+    params: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        rows_of(engine_request(**params))
+    assert raised.value.param == param

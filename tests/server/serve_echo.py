@@ -1,0 +1,42 @@
+"""A whole server as a process of its own: `run_server` over a real client and the echo runner.
+
+Usage: python -m tests.server.serve_echo BEHAVIOUR OPTIONS(JSON); prints the URL when it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.engine.client import EngineClient
+from paceline.errors import PacelineError
+from paceline.server.app import run_server
+from paceline.server.options import ServerOptions
+from tests.engine.echo_client import FACTORY, echo_front
+
+
+def main(behaviour: str, options: dict[str, Any]) -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+
+    def factory() -> EngineClient:
+        sys.stdout.write("loading\n")
+        sys.stdout.flush()
+        config = EngineConfig.from_keywords(model=behaviour)
+        return EngineClient.start(config, factory=FACTORY, front=echo_front())
+
+    def on_ready(url: str, curl: str) -> None:
+        sys.stdout.write(f"{url}\n{curl}\n")
+        sys.stdout.flush()
+
+    try:
+        return run_server(factory, ServerOptions(**options), on_ready=on_ready)
+    except PacelineError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))
