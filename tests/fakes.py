@@ -123,6 +123,7 @@ class Slot:
     done: Done = Done.RUNNING
     drafts: list[int] = field(default_factory=list)
     table: dict[int, int] = field(default_factory=dict)
+    written_end: int = 0  # one past the last position ever written
 
     @property
     def prefill_len(self) -> int:
@@ -274,7 +275,9 @@ class FakeRunner:
             for slot, index, page in zip(appends.slot, appends.index, appends.page, strict=True):
                 table = self.slots[slot].table
                 assert slot in plan.slot_B, "pages for a slot without a row"
-                assert len(table) == index, "page tables grow one by one"
+                assert index <= len(table), "a hole in a page table"
+                for stale in range(int(index), len(table)):  # held in advance and taken back
+                    del table[stale]
                 table[int(index)] = int(page)
         for slot_index in plan.slot_B.tolist():
             pages = list(self.slots[slot_index].table.values())
@@ -318,6 +321,7 @@ class FakeRunner:
         if position < self._info.max_model_len:
             size = self._info.page_size
             self.kv[slot.table[position // size], position % size] = state
+            slot.written_end = max(slot.written_end, position + 1)
 
     def _read_row(self, row: _Row) -> None:
         """Attention sees every position up to its own: all must hold this prefix."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +52,8 @@ def locate(
     with_weights = with_weights and load_format != "dummy"
     if not model:
         path = default_model.fetch_default_model()
-        return _from_gguf(default_model.NAME, path, load_format)
+        found = _from_gguf(default_model.NAME, path, load_format)
+        return replace(found, generation_config=found.generation_config | default_model.SAMPLING)
     path = Path(model).expanduser()
     if path.is_file():
         if revision is not None:

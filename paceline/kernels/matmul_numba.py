@@ -34,8 +34,8 @@ _CODES: dict[Kind, int] = {"q4": Q4, "q8": Q8, "f16": HALF, "bf16": BFLOAT, "f32
 _MOST_DIRECT_ROWS = 8
 # Inputs decoded at once: 128 KiB of fp32, which stay in the core's second-level cache.
 _SLAB = 1024
-# Tiles per thread when there are few rows: small enough that threads finish together.
-_TILES_PER_THREAD = 6
+# Tiles of a product with few rows: so many that threads finish together.
+_TILES = 32
 
 
 def _body(code: int) -> Callable[[int, int, int], None]:
@@ -118,7 +118,7 @@ def matmul(x_TD: Tensor, weight: PanelWeight) -> Tensor:
     width = weight.bias_N.shape[0]
     out_TN = torch.empty(num_rows, width)
     num_panels = width // PANEL
-    per_tile = max(1, num_panels // (_TILES_PER_THREAD * 2)) if num_rows <= 8 else 1
+    per_tile = max(1, num_panels // _TILES) if num_rows <= 8 else 1
     code = _CODES[weight.kind]
     _launch(
         team.address,

@@ -46,19 +46,23 @@ _SPINS_BEFORE_YIELD = 400
 
 
 @jit
-def _claim_and_run(team: int, scratch: int) -> bool:
-    """Claim one tile and run it; False when there is none."""
+def _help(team: int, scratch: int) -> bool:
+    """Run tiles until all are claimed; False when there was none."""
     ticket = atomic_load(team + _TICKET)
     if ticket & _FIELD >= (ticket >> _TILES_SHIFT) & _FIELD:
         return False
-    ticket = atomic_add(team + _TICKET, 1)
-    tile = ticket & _FIELD
-    if tile >= (ticket >> _TILES_SHIFT) & _FIELD:
-        return False
-    # The kernel cannot end before this tile is done, so its body and arguments stay in place.
-    call_at(load_i64(team + _BODY), (load_i64(team + _ARGUMENTS), tile, scratch))
-    atomic_add(team + _DONE, 1)
-    return True
+    count = 0
+    while True:
+        ticket = atomic_add(team + _TICKET, 1)
+        tile = ticket & _FIELD
+        if tile >= (ticket >> _TILES_SHIFT) & _FIELD:
+            break
+        # The kernel cannot end before this thread reports its tiles: body and arguments stay.
+        call_at(load_i64(team + _BODY), (load_i64(team + _ARGUMENTS), tile, scratch))
+        count += 1
+    if count:
+        atomic_add(team + _DONE, count)
+    return count > 0
 
 
 @jit
@@ -68,7 +72,7 @@ def _work(team: int, index: int) -> None:
     scratch = load_i64(own + _WORKER_SCRATCH)
     idle = 0
     while atomic_load(team + _STOP) == 0:
-        if index < atomic_load(team + _NUM_WORKERS) and _claim_and_run(team, scratch):
+        if index < atomic_load(team + _NUM_WORKERS) and _help(team, scratch):
             idle = 0
             continue
         idle += 1
@@ -118,8 +122,7 @@ def run_tiles(team: int, body: int, arguments: int, num_tiles: int) -> None:
         own = team + _WORKERS + index * _WORKER_BYTES
         if atomic_load(own) != 0 and atomic_swap(own, 0) != 0:
             call_at(load_i64(team + _SEM_POST), (own + _SEMAPHORE,))
-    while _claim_and_run(team, scratch):
-        pass
+    _help(team, scratch)
     spins = 0
     while atomic_load(team + _DONE) != num_tiles:
         spins = _spin(team, spins)

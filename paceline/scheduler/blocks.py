@@ -24,8 +24,6 @@ class PagePool:
         self.num_pages = num_pages
         self.num_releases = 0  # the pool's clock: pages may have become available
         self.is_kept = bytearray(num_pages)  # the prefix cache marks pages whose content it knows
-        # Idle pages evicted at once: neighbours went idle together, so they make one gap.
-        self._run_length = max(1, min(32, num_pages // 64))
         self._on_evict = on_evict
         self._num_refs = [0] * num_pages
         self._num_free = num_pages
@@ -54,23 +52,26 @@ class PagePool:
 
     # ---- taking
 
-    def allocate(self, count: int, after: int = -1) -> list[int] | None:
+    def allocate(self, count: int, after: int = -1, ahead: int = 0) -> list[int] | None:
         """`count` pages, each right after the one before where possible, the first after `after`.
 
-        None when fewer than `count` are available; nothing is taken then.
+        Then up to `ahead` more, as long as they follow each other and cost no content that was
+        used lately. None when fewer than `count` are available; nothing is taken then.
         """
         if count > self._num_free + self._num_idle:
             return None
         start = after + 1 if after >= 0 else -1
         pages: list[int] = []
-        while len(pages) < count:
+        while len(pages) < count + ahead:
             missing = count - len(pages)
             end = self._end_of.get(start)
             if end is None:
-                if not self._evict_old(start, missing):
-                    start = self._open_run(missing)
+                if not self._evict_old(start, missing + ahead):
+                    if missing <= 0:
+                        break
+                    start = self._open_run(missing, ahead)
                 end = self._end_of[start]
-            stop = min(end, start + missing)
+            stop = min(end, start + missing + ahead)
             self._take(start, stop, end)
             pages += range(start, stop)
             start = stop
@@ -95,17 +96,20 @@ class PagePool:
         self._num_refs[start:stop] = [1] * (stop - start)
         self._num_free -= stop - start
 
-    def _open_run(self, count: int) -> int:
+    def _open_run(self, count: int, ahead: int) -> int:
         """A free page to start at, with room to grow: in the largest gap.
 
         Behind a used page the run starts in the middle, so that its owner can grow as well.
         """
+        wanted = count + ahead
         start, end = self._largest_gap()
-        if end - start < count and self._num_idle:
-            self._evict_oldest(max(count, self._run_length))
+        if end - start < wanted and self._num_idle:
+            self._evict_oldest(wanted, self._old_limit())
+            if not self._num_free:
+                self._evict_oldest(count, self.num_releases)
             start, end = self._largest_gap()
         size = end - start
-        if start == 0 or self._num_refs[start - 1] == 0 or size < 2 * count:
+        if start == 0 or self._num_refs[start - 1] == 0 or size < 2 * wanted:
             return start
         middle = start + size // 2
         self._end_of[start] = self._start_of[end] = middle
@@ -174,12 +178,16 @@ class PagePool:
             self._idle_queue = deque((at, group) for at, group in queue if group)
             self._num_queued = self._num_idle
 
+    def _old_limit(self) -> int:
+        """Pages that went idle up to here, in the first half of the idle history, are old: any
+        of them is as good to evict as the oldest."""
+        return (self._idle_queue[0][0] + self.num_releases) // 2
+
     def _evict_old(self, start: int, count: int) -> bool:
-        """Free idle pages start, start + 1, … that went idle in the first half of the idle
-        history: as good to evict as the oldest, and in the right place."""
+        """Free old idle pages start, start + 1, …: they are in the right place."""
         if start < 0 or start == self.num_pages or not self._idle_since[start]:
             return False
-        limit = (self._idle_queue[0][0] + self.num_releases) // 2
+        limit = self._old_limit()
         most = min(start + count, self.num_pages)
         end = start
         while end < most and 0 < self._idle_since[end] <= limit:
@@ -188,26 +196,36 @@ class PagePool:
             self._evict(start, end)
         return end > start
 
-    def _evict_oldest(self, count: int) -> None:
-        """About `count` pages from the old end of the queue; neighbours make one gap. Of pages
-        released together the last goes first: it is of use only after those before it."""
+    def _evict_oldest(self, gap: int, limit: int) -> None:
+        """Evict from the old end of the queue, until there is a gap of `gap` pages, twice as many
+        pages are gone or the next went idle after `limit`. Of pages released together the last
+        goes first: it is of use only after those before it. Neighbours make one gap."""
         since = self._idle_since
-        while count > 0 and self._num_idle:
+        left = 2 * gap
+        while left > 0 and self._num_idle:
             at, group = self._idle_queue[0]
+            if at > limit:
+                return
             if not group:
                 self._idle_queue.popleft()
                 continue
             start = group.pop()
             num_popped, end = 1, start + 1
             if since[start] == at:
-                while end - start < count and group and group[-1] == start - 1:
+                while end - start < left and group and group[-1] == start - 1:
                     if since[start - 1] != at:
                         break
                     start = group.pop()
                     num_popped += 1
                 self._evict(start, end)
-                count -= end - start
+                left -= end - start
             self._num_queued -= num_popped
+            if self._largest_size() >= gap:
+                return
+
+    def _largest_size(self) -> int:
+        start, end = self._largest_gap()
+        return end - start
 
     def _evict(self, start: int, end: int) -> None:
         assert self._on_evict is not None

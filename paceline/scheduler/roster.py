@@ -96,13 +96,15 @@ class Roster:
             for slot, length in zip(slots.tolist(), bound_S[slots].tolist(), strict=True)
         ]
         num_ahead = pages.num_ahead(self.num_running)
-        if num_ahead == 1:
+        if num_ahead == 0:
             missing = sum(pages.num_missing(live, length) for live, length in wanted)
             if missing > pages.pool.num_available:
                 wanted.sort(key=lambda pair: pair[0].key)
         for live, length in wanted:
             while live.slot >= 0 and not pages.grow(live, length, num_ahead):
-                self.preempt(max(self.running(), key=lambda other: other.key))
+                num_ahead = 0
+                if not pages.reclaim(self.running()):
+                    self.preempt(max(self.running(), key=lambda other: other.key))
 
     def make_room_for_head(self) -> None:
         """Priority order: a waiting request may push out running ones of lower priority."""
@@ -130,13 +132,14 @@ class Roster:
         """
         if not self._free_slots or head.num_draining:
             return None
-        state = (head.uid, self.pages.pool.num_releases)
-        if state == self._blocked_at:
+        if (head.uid, self.pages.pool.num_releases) == self._blocked_at:
             return None
         hit = self.pages.find_hit(head)
-        if self.pages.fits(head, hit, headroom=self.num_running):
+        if self.pages.fits(head, hit, self.num_running):
             return hit
-        self._blocked_at = state
+        if self.pages.reclaim(self.running()) and self.pages.fits(head, hit, self.num_running):
+            return hit
+        self._blocked_at = (head.uid, self.pages.pool.num_releases)
         return None
 
     # ---- into a slot and out of it
@@ -150,7 +153,7 @@ class Roster:
         self.table.occupy(slot, live.uid, live.tokens)
         self.draft_lengths.start(slot, live.request.params.num_speculative_tokens)
         self.num_constrained += live.constraint is not None
-        self.pages.admit(live, hit)
+        self.pages.admit(live, hit, self.pages.num_ahead(self.num_running))
         self.events.admitted.append((live.uid, live.num_launched))
         return SlotInit(
             slot=slot,

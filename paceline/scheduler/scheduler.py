@@ -312,6 +312,10 @@ class Scheduler:
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
         }
 
+    def pages_of(self, uid: int) -> list[int]:
+        """For tests: the pages that a request holds, in order."""
+        return list(self._roster.requests[uid].pages)
+
     def check(self) -> None:
         """For tests: everything the host keeps agrees with itself."""
         self._roster.check()

@@ -5,6 +5,8 @@ Never chooses who runs; it says whether somebody fits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paceline.config import EngineConfig
@@ -14,7 +16,7 @@ from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
 
 NEVER = 2**31 - 1
-MOST_AHEAD = 8  # pages taken at once while there are plenty
+MOST_AHEAD = 64  # pages held in advance while there are plenty
 
 
 class SequencePages:
@@ -30,8 +32,6 @@ class SequencePages:
         self._lookahead = info.draft_lookahead
         # Positions a window and the drafter may write past the newest token.
         self._overhang = info.max_k + info.draft_lookahead
-        # Pages that one step may add to one request.
-        self._most_per_step = -(-(info.max_k + 1) // info.page_size) + 1
         pool_len = info.num_pages * info.page_size
         # The longest sequence that can run alone: its newest token may still be followed by a
         # window and the drafter's lookahead, except at the model's own end.
@@ -60,18 +60,20 @@ class SequencePages:
         missing = self._num_initial_pages(live) - len(hit)
         return missing + num_idle + headroom <= self.pool.num_available
 
-    def admit(self, live: LiveRequest, hit: list[int]) -> None:
+    def admit(self, live: LiveRequest, hit: list[int], num_ahead: int) -> None:
         """All pages up to the end of prefill and the drafter's lookahead after it."""
         for page in hit:
             self.pool.share(page)
+        end = min(live.max_len - 1 + self._overhang, self._max_model_len)
+        live.most_pages = -(-end // self.page_size)
         last = hit[-1] if hit else -1
-        fresh = self.pool.allocate(self._num_initial_pages(live) - len(hit), last)
+        count = self._num_initial_pages(live)
+        ahead = min(num_ahead, live.most_pages - count)
+        fresh = self.pool.allocate(count - len(hit), last, ahead)
         assert fresh is not None, "admitted a request that does not fit"
         live.pages = hit + fresh
         live.num_launched = len(hit) * self.page_size
         live.num_hashed = len(hit) if self._is_caching else NEVER
-        end = min(live.max_len - 1 + self._overhang, self._max_model_len)
-        live.most_pages = -(-end // self.page_size)
         if self._is_caching and not live.wants_prompt_logprobs:
             self.cache.num_queried_tokens += len(live.tokens)
             self.cache.num_hit_tokens += live.num_launched
@@ -98,28 +100,42 @@ class SequencePages:
         return min(wanted, live.most_pages) - len(live.pages)
 
     def num_ahead(self, num_running: int) -> int:
-        """Pages a request takes at once when it grows: several while the pool is far from full,
-        because that makes longer runs and fewer page table entries to send. At most as many as
-        everybody can have, with the pages of a step besides."""
-        share = self.pool.num_available // (2 * num_running + 1) - self._most_per_step
-        return max(1, min(MOST_AHEAD, share))
+        """Pages a request may hold in advance, while the pool is far from full: they keep its
+        run in one piece, and there are fewer page table entries to send. reclaim() takes them
+        back before anybody has to wait or give way for them."""
+        return min(MOST_AHEAD, self.pool.num_available // (2 * num_running + 2))
 
-    def grow(self, live: LiveRequest, length: int, num_ahead: int = 1) -> bool:
+    def grow(self, live: LiveRequest, length: int, num_ahead: int = 0) -> bool:
         """Pages for `length` and the lookahead; False when there are not enough."""
         pages = live.pages
         index = len(pages)
         count = self.num_missing(live, length)
-        if count < num_ahead:
-            count = max(count, min(num_ahead, live.most_pages - index))
-        fresh = self.pool.allocate(count, pages[-1])
+        ahead = min(num_ahead, live.most_pages - index - count)
+        fresh = self.pool.allocate(count, pages[-1], ahead)
         if fresh is None:
             return False
         pages += fresh
         self._watch(live)
-        self._append_slots += [live.slot] * count
-        self._append_indices += range(index, index + count)
+        self._append_slots += [live.slot] * len(fresh)
+        self._append_indices += range(index, len(pages))
         self._append_pages += fresh
         return True
+
+    def reclaim(self, running: Sequence[LiveRequest]) -> bool:
+        """Take back pages held in advance: those past what steps in flight, and the one being
+        planned, may write. True when there were any."""
+        upper_S = self._table.upper_S
+        num_before = self.pool.num_available
+        for live in running:
+            end = int(upper_S[live.slot]) + self._overhang
+            keep = -(-end // self.page_size)
+            if keep < len(live.pages):
+                self._drop_appends(live.slot, keep)
+                self.pool.release(live.pages[keep:])
+                del live.pages[keep:]
+                if self._table.last_S[live.slot] >= 0:
+                    self._watch(live)
+        return self.pool.num_available > num_before
 
     def take_appends(self) -> PageAppends | None:
         """New page table entries since the last plan."""
@@ -141,8 +157,13 @@ class SequencePages:
         self._register_committed(live)
         self.pool.release(live.pages)
         live.pages = []
-        if live.slot in self._append_slots:
-            stays = [i for i, slot in enumerate(self._append_slots) if slot != live.slot]
+        self._drop_appends(live.slot, 0)
+
+    def _drop_appends(self, slot: int, first: int) -> None:
+        """Forget entries of this plan that are not to be."""
+        if slot in self._append_slots:
+            entries = zip(self._append_slots, self._append_indices, strict=True)
+            stays = [i for i, (at, index) in enumerate(entries) if at != slot or index < first]
             self._append_slots = [self._append_slots[i] for i in stays]
             self._append_indices = [self._append_indices[i] for i in stays]
             self._append_pages = [self._append_pages[i] for i in stays]

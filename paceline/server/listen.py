@@ -113,6 +113,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_listening = False
+        self._room_timer: asyncio.TimerHandle | None = None
         self._resume()
 
     def close(self) -> None:
@@ -124,7 +125,8 @@ class Acceptor:
     def lost(self) -> None:
         """A connection has ended."""
         self._num_open -= 1
-        self._resume()
+        if self._num_open <= self._max - self._max // 16:  # not for every single place
+            self._resume()
 
     def _resume(self) -> None:
         if not self._is_closed and not self._is_listening and self._num_open < self._max:
@@ -179,8 +181,13 @@ class Acceptor:
 
     def _make_room(self) -> None:
         """End connections that wait for a next request or will, until there is room."""
-        for connection in list(self._connections):
-            if connection.cycle is not None:  # a fresh one is about to ask
-                connection.shutdown()
-        if not self._is_closed and self._num_open >= self._max:
-            self._loop.call_later(_ROOM_INTERVAL_S, self._make_room)
+        if self._room_timer is None:
+            self._room_timer = self._loop.call_later(_ROOM_INTERVAL_S, self._make_room_again)
+            for connection in list(self._connections):
+                if connection.cycle is not None:  # a fresh one is about to ask
+                    connection.shutdown()
+
+    def _make_room_again(self) -> None:
+        self._room_timer = None
+        if not self._is_closed and not self._is_listening:
+            self._make_room()

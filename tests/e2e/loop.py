@@ -41,7 +41,8 @@ def tiny_engine(
         for uid, count, row in zip(
             message.uid_B.tolist(), message.count_B.tolist(), message.token_BW.tolist(), strict=True
         ):
-            published.setdefault(uid, []).extend(row[:count])
+            if uid >= 0:  # -1: nobody waits for this row any more
+                published.setdefault(uid, []).extend(row[:count])
 
     return Engine(runner, config, publish, delay=delay), runner, published
 

@@ -14,7 +14,7 @@ import torch
 from paceline.models.decoder import Decoder, ForwardInputs
 from paceline.sampling.params import pack_bits
 from paceline.state.pages import LayerPages
-from paceline.step import Ints
+from paceline.step import Ints, StepPlan, StepResult
 from tests.e2e.engines import NGRAM, draft_model, run, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.e2e.loop import add_all, finish, request, tiny_engine
@@ -130,6 +130,36 @@ def test_random_host_delays_change_no_token(workshop: Workshop, depth: int) -> N
     runner.close()
     expected = [t[:20] for t in workshop.expected("llama")]
     assert [published[i] for i in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.trap("I15", "A12")
+def test_results_read_late_are_not_touched_by_later_steps(workshop: Workshop) -> None:
+    """Sustained traffic at depth 3: each result is snapshot when it appears and read at the end."""
+    engine, runner, published = tiny_engine(workshop, draft_model(workshop, 3), run_ahead=3)
+    snapshots: list[tuple[StepResult, Ints, Ints]] = []
+    commit = engine.scheduler.commit
+
+    def watched(plan: StepPlan, result: StepResult) -> Any:
+        snapshots.append((result, result.token_BW.copy(), result.count_B.copy()))
+        return commit(plan, result)
+
+    engine.scheduler.commit = watched  # type: ignore[method-assign]
+    waiting = [request(i, PROMPTS[i % len(PROMPTS)]) for i in range(48)]
+    turns_without_step = 0
+    while waiting or engine.num_unfinished:
+        while waiting and engine.num_unfinished < 8:  # twice the slots
+            add_all(engine, [waiting.pop(0)])
+        before = len(snapshots) + len(published)
+        engine.turn()
+        idle = len(snapshots) + len(published) == before
+        turns_without_step = turns_without_step + 1 if idle else 0
+        assert turns_without_step < 8, "the step counter stands still"
+    runner.close()
+    for result, token_BW, count_B in snapshots:
+        assert np.array_equal(result.token_BW, token_BW)
+        assert np.array_equal(result.count_B, count_B)
+    expected = [t[:20] for t in workshop.expected("llama")]
+    assert [published[i] for i in range(48)] == expected * 4
 
 
 @dataclass

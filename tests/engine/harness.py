@@ -203,6 +203,9 @@ class Harness:
         for index, slot in enumerate(self.runner.slots):
             if slot.init is None or table.uid_S[index] != slot.init.request.uid:
                 continue
+            pages = self.engine.scheduler.pages_of(slot.init.request.uid)
+            assert pages == [slot.table[i] for i in range(len(pages))]
+            assert slot.written_end <= len(pages) * self.info.page_size, "wrote foreign pages"
             committed = int(table.committed_S[index])
             assert table.tokens_SL[index, :committed].tolist() == slot.tokens[:committed]
             if not slot.done:

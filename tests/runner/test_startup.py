@@ -48,6 +48,7 @@ def test_the_shorter_of_two_models_sets_the_length(folder: Path) -> None:
         build(folder, speculative_config=spec, max_model_len=100)
 
 
+@pytest.mark.trap("I23")
 def test_draft_kv_is_counted_in_the_cache_sizing(folder: Path) -> None:
     options = {"kv_cache_memory_bytes": 1 << 19, "max_num_seqs": 64}
     plain = build(folder, **options).info

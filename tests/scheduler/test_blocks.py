@@ -114,37 +114,75 @@ def test_growth_goes_over_old_kept_pages_rather_than_elsewhere() -> None:
 
 def test_growth_goes_elsewhere_rather_than_over_a_page_that_was_kept_just_now() -> None:
     pool, evicted = pool_of(64)
-    old, mine, new = take(pool, 16), take(pool, 16), take(pool, 32)
+    everything = take(pool, 64)
+    old, mine, new = everything[:16], everything[16:32], everything[32:]
     keep(pool, old + new)
     pool.release(old)
     for _ in range(4):
         pool.release([])
     pool.release(new)
-    assert mine[-1] + 1 == new[0]
     grown = take(pool, 1, after=mine[-1])
     assert grown[0] in old
     assert set(evicted) <= set(old)
 
 
-def test_many_growing_requests_keep_long_runs_in_a_pool_full_of_kept_pages() -> None:
-    """The policy's point, measured: pages right after each other, also after long use."""
+def test_pages_in_advance_follow_each_other_or_are_not_taken() -> None:
+    pool, _ = pool_of(16)
+    first = pool.allocate(2, ahead=3)
+    assert first == [0, 1, 2, 3, 4]
+    blocker = take(pool, 1, after=first[-1])
+    assert blocker == [5]
+    more = pool.allocate(1, after=first[-1], ahead=4)
+    assert more is not None
+    assert 1 <= len(more) <= 5
+    assert more == list(range(more[0], more[0] + len(more)))
+    assert pool.allocate(0, after=first[-1], ahead=4) == []
+
+
+def test_pages_in_advance_cost_no_content_that_was_used_lately() -> None:
+    pool, evicted = pool_of(16)
+    pages = take(pool, 16)
+    keep(pool, pages)
+    pool.release(pages[:4])
+    pool.release([])
+    pool.release(pages[4:])
+    got = pool.allocate(1, ahead=15)
+    assert got is not None
+    assert set(got) <= set(pages[:4])
+    assert set(evicted) <= set(pages[:4])
+
+
+@pytest.mark.parametrize(("num_requests", "whole"), [(4, 0.9), (8, 0.75)])
+def test_most_requests_stay_in_one_piece_in_a_pool_full_of_kept_pages(
+    num_requests: int, whole: float
+) -> None:
+    """The policy's point, measured as the scheduler uses it: requests of 40 to 100 pages, the
+    pool two thirds used at most and the rest kept for reuse."""
     rng = random.Random(0)
     pool, _ = pool_of(1456)
-    requests = [take(pool, rng.randint(4, 20)) for _ in range(8)]
-    pairs = consecutive = 0
-    for _ in range(4000):
-        index = rng.randrange(8)
+    requests: list[list[int]] = [[] for _ in range(num_requests)]
+    lengths = [0] * num_requests
+    finished: list[bool] = []
+    for _ in range(8000):
+        index = rng.randrange(num_requests)
         pages = requests[index]
-        if len(pages) > rng.randint(40, 100):
-            pairs += len(pages) - 1
-            consecutive += sum(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
-            keep(pool, pages)
-            pool.release(pages)
-            requests[index] = take(pool, rng.randint(4, 20))
+        ahead = min(64, pool.num_available // (2 * num_requests + 2))
+        if lengths[index] > rng.randint(40, 100):
+            used, spare = pages[: lengths[index]], pages[lengths[index] :]
+            finished.append(used == list(range(used[0], used[0] + len(used))))
+            keep(pool, used)
+            pool.release(used + spare)
+            requests[index], lengths[index] = [], 0
+        elif not pages:
+            lengths[index] = rng.randint(4, 20)
+            pages += pool.allocate(lengths[index], ahead=ahead) or []
         else:
-            pages += take(pool, 2, after=pages[-1])
+            lengths[index] += 1
+            if lengths[index] > len(pages):
+                pages += pool.allocate(1, after=pages[-1], ahead=ahead) or []
     pool.check()
-    assert consecutive / pairs > 0.9
+    tail = finished[len(finished) // 2 :]
+    assert sum(tail) / len(tail) > whole
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ class Process:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         arguments = [behaviour, json.dumps({"port": self.port, **options})]
+        self.log = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-m", "tests.server.serve_echo", *arguments]
         if max_files is not None:
             command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
@@ -37,7 +39,7 @@ class Process:
             command,
             cwd=ROOT,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.log,  # a pipe that nobody reads would fill up and stop the server
             text=True,
         )
         assert self.popen.stdout is not None
@@ -73,10 +75,11 @@ class Process:
 
     def await_exit(self, within_s: float) -> tuple[int, str]:
         """(exit code, stderr); asserts that it left in time and that no engine stayed."""
-        _, said = self.popen.communicate(timeout=within_s)
+        self.popen.wait(within_s)
         for pid in self.engine_pids:
             wait_for(lambda pid=pid: not is_running(pid), 2.0)  # type: ignore[misc]
-        return self.popen.returncode, said
+        self.log.seek(0)
+        return self.popen.returncode, self.log.read()
 
 
 def is_running(pid: int) -> bool:
@@ -98,6 +101,7 @@ def running(
     finally:
         process.popen.kill()
         process.popen.communicate()
+        process.log.close()
 
 
 def text_of(body: bytes) -> str:
