@@ -1,7 +1,10 @@
 """What the host costs per step: the engine's loop over a runner that computes nothing.
 
-Prints loop-thread CPU time per step against the budget of 100 us + 3 us per running row and
-against a minimal bookkeeping loop timed in the same run, and memory over many steps.
+Prints loop-thread CPU time per step, message building included, in two stretches: *steady*
+(every slot decodes, pages are taken, nobody comes or goes) and *turnover* (outputs of 384 tokens
+on average, so requests are decoded, admitted, hashed, finished and evicted all the time). Both
+stand against the budget of 100 us + 3 us per running row; steady also against a minimal
+bookkeeping loop timed in the same run. `--steps` watches memory.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import json
 import resource
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -27,8 +29,8 @@ from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.step import LateMasks, RunnerInfo, StepPlan, StepResult
 
 PROMPT_TOKENS = 96
-OUTPUT_TOKENS = 384
 VOCAB = 32_000
+WINDOW = 50  # steps timed at once; the two loops take turns, so that noise hits both
 
 
 class ReadyStep:
@@ -47,8 +49,8 @@ class ReadyStep:
 class NullRunner:
     """Knows lengths, computes nothing. `cpu_s` is its own time, not the engine's."""
 
-    def __init__(self, rows: int, k: int, max_model_len: int = 1024) -> None:
-        pages = rows * (max_model_len // 16)
+    def __init__(self, rows: int, k: int, max_model_len: int) -> None:
+        pages = rows * max_model_len // 16
         self._info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, k, k)
         rng = np.random.default_rng(0)
         self._counts = rng.integers(1, k + 2, (64, rows), np.int32)
@@ -92,9 +94,11 @@ class NullRunner:
 class Load:
     """Keeps every slot busy: a request that ends is followed by another."""
 
-    def __init__(self, engine: Engine, rows: int) -> None:
+    def __init__(self, engine: Engine, rows: int, output: int, spread: int) -> None:
         self._engine = engine
         self._rows = rows
+        self._output = output
+        self._spread = spread
         self._uid = 0
         self._rng = np.random.default_rng(1)
 
@@ -107,7 +111,7 @@ class Load:
             # Spread lengths, so that rows do not end in the same step.
             length = PROMPT_TOKENS + int(self._rng.integers(-32, 32))
             prompt = self._rng.integers(0, VOCAB, length).tolist()
-            output = OUTPUT_TOKENS + int(self._rng.integers(-256, 256))
+            output = self._output + int(self._rng.integers(-self._spread, self._spread))
             params = SamplingParams(max_tokens=output, seed=self._uid, temperature=0.0)
             data = encode_submit(EngineRequest(self._uid, prompt, params, eos_token_ids=(2,)))
             front_s += time.thread_time() - start_s
@@ -115,33 +119,31 @@ class Load:
         return front_s
 
 
-def time_engine(rows: int, k: int, depth: int, steps: int, adaptive: bool) -> dict[str, float]:
-    """CPU seconds of the loop thread per step, the runner's and the front's own taken off."""
-    runner = NullRunner(rows, k)
-    spec = {"method": "ngram", "num_speculative_tokens": k, "adaptive": adaptive} if k else None
-    config = EngineConfig.from_keywords(
-        max_num_seqs=rows,
-        run_ahead=depth,
-        max_num_batched_tokens=max(2048, rows * (k + 1)),
-        speculative_config=spec,
-    )
-    sent: deque[int] = deque(maxlen=1)
-    engine = Engine(runner, config, lambda data: sent.append(len(data)))
-    load = Load(engine, rows)
-    run_steps(engine, load, 300)  # warm up: all slots taken, caches full
-    begin_s, begin_runner_s = time.thread_time(), runner.cpu_s
-    begin_steps = engine.stats()["num_steps"]
-    front_s = run_steps(engine, load, steps)
-    cpu_s = time.thread_time() - begin_s - (runner.cpu_s - begin_runner_s) - front_s
-    return {"step_s": cpu_s / (engine.stats()["num_steps"] - begin_steps)}
+class EngineLoop:
+    """An engine under load; `run` says what the loop thread spent on it."""
 
+    def __init__(self, args: argparse.Namespace, rows: int, output: int, spread: int) -> None:
+        k, depth = args.k, args.run_ahead
+        spec = {"method": "ngram", "num_speculative_tokens": k, "adaptive": args.adaptive}
+        self._runner = NullRunner(rows, k, max_model_len=PROMPT_TOKENS + output + spread + 32)
+        config = EngineConfig.from_keywords(
+            max_num_seqs=rows,
+            run_ahead=depth,
+            max_num_batched_tokens=max(2048, rows * (k + 1)),
+            speculative_config=spec if k else None,
+        )
+        self.engine = Engine(self._runner, config, lambda data: None)
+        self._load = Load(self.engine, rows, output, spread)
 
-def run_steps(engine: Engine, load: Load, steps: int) -> float:
-    front_s = 0.0
-    for _ in range(steps):
-        front_s += load.refill()
-        engine.turn()
-    return front_s
+    def run(self, steps: int) -> float:
+        """CPU seconds per step, what the runner and the front spent taken off."""
+        begin_s, begin_runner_s = time.thread_time(), self._runner.cpu_s
+        front_s = 0.0
+        for _ in range(steps):
+            front_s += self._load.refill()
+            self.engine.turn()
+        runner_s = self._runner.cpu_s - begin_runner_s
+        return (time.thread_time() - begin_s - runner_s - front_s) / steps
 
 
 def minimal_loop(rows: int, k: int) -> Callable[[], bytes]:
@@ -183,52 +185,52 @@ def minimal_loop(rows: int, k: int) -> Callable[[], bytes]:
     return step
 
 
-def time_minimal(rows: int, k: int, steps: int) -> float:
-    step = minimal_loop(rows, k)
-    for _ in range(100):
-        step()
+def time_minimal(step: Callable[[], bytes]) -> float:
     begin_s = time.thread_time()
-    for _ in range(steps):
+    for _ in range(WINDOW):
         step()
-    return (time.thread_time() - begin_s) / steps
+    return (time.thread_time() - begin_s) / WINDOW
 
 
-def compare(rows: int, k: int, depth: int, repeats: int, adaptive: bool) -> dict[str, float]:
-    """Interleaved repeats, so that a noisy neighbour hits both sides."""
-    engine_s, minimal_s = [], []
-    for _ in range(repeats):
-        minimal_s.append(time_minimal(rows, k, 1000))
-        engine_s.append(time_engine(rows, k, depth, 1000, adaptive)["step_s"])
-    budget_s = 100e-6 + 3e-6 * rows
-    step_s, least_s = median(engine_s), median(minimal_s)
+def compare(args: argparse.Namespace, rows: int) -> dict[str, float]:
+    """Medians over windows in which the loops take turns."""
+    windows = args.windows
+    steady = EngineLoop(args, rows, output=4 * WINDOW * (windows + 10), spread=1)
+    turnover = EngineLoop(args, rows, output=384, spread=256)
+    minimal = minimal_loop(rows, args.k)
+    steady.run(100)
+    turnover.run(400)  # until the pool is full of cached pages
+    seconds: dict[str, list[float]] = {"steady": [], "turnover": [], "minimal": []}
+    for _ in range(windows):
+        seconds["minimal"].append(time_minimal(minimal))
+        seconds["steady"].append(steady.run(WINDOW))
+        seconds["turnover"].append(turnover.run(WINDOW))
+    budget_us = 100 + 3 * rows
+    micros = {name: median(values) * 1e6 for name, values in seconds.items()}
     return {
         "rows": rows,
-        "k": k,
-        "depth": depth,
-        "step_us": step_s * 1e6,
-        "step_us_min": min(engine_s) * 1e6,
-        "step_us_max": max(engine_s) * 1e6,
-        "budget_us": budget_s * 1e6,
-        "share_of_budget": step_s / budget_s,
-        "minimal_us": least_s * 1e6,
-        "times_minimal": step_s / least_s,
+        "k": args.k,
+        "run_ahead": args.run_ahead,
+        "budget_us": budget_us,
+        **{f"{name}_us": value for name, value in micros.items()},
+        **{f"{name}_us_best": min(values) * 1e6 for name, values in seconds.items()},
+        "steady_share_of_budget": micros["steady"] / budget_us,
+        "turnover_share_of_budget": micros["turnover"] / budget_us,
+        "steady_times_minimal": micros["steady"] / micros["minimal"],
+        "turnover_times_minimal": micros["turnover"] / micros["minimal"],
     }
 
 
-def memory(rows: int, k: int, steps: int) -> dict[str, Any]:
+def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Resident memory along a long run; flat means that the second half adds nothing."""
-    runner = NullRunner(rows, k)
-    spec = {"method": "ngram", "num_speculative_tokens": k}
-    config = EngineConfig.from_keywords(max_num_seqs=rows, speculative_config=spec)
-    engine = Engine(runner, config, lambda data: None)
-    load = Load(engine, rows)
+    loop = EngineLoop(args, rows=64, output=384, spread=256)
     samples = []
     for _ in range(10):
-        run_steps(engine, load, steps // 10)
+        loop.run(args.steps // 10)
         samples.append(resident_bytes())
     return {
-        "steps": steps,
-        "rows": rows,
+        "steps": args.steps,
+        "rows": 64,
         "rss_mib": [round(value / 2**20, 1) for value in samples],
         "growth_second_half_mib": round((samples[-1] - samples[4]) / 2**20, 2),
     }
@@ -244,22 +246,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--run-ahead", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} steps each")
     parser.add_argument("--adaptive", action="store_true", help="let k follow acceptance")
     parser.add_argument("--steps", type=int, default=0, help="also watch memory over this many")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()
     results: dict[str, Any] = {"loop": []}
-    print(f"{'rows':>5} {'us/step':>9} {'budget':>8} {'share':>6} {'minimal':>8} {'times':>6}")
+    columns = ("rows", "budget", "steady", "share", "turnover", "share", "minimal", "steady/min")
+    print(" ".join(f"{name:>10}" for name in columns), "  (us per step)")
     for rows in args.rows:
-        row = compare(rows, args.k, args.run_ahead, args.repeats, args.adaptive)
+        row = compare(args, rows)
         results["loop"].append(row)
         print(
-            f"{rows:>5} {row['step_us']:>9.1f} {row['budget_us']:>8.1f} "
-            f"{row['share_of_budget']:>6.2f} {row['minimal_us']:>8.1f} {row['times_minimal']:>6.2f}"
+            f"{rows:>10} {row['budget_us']:>10.0f} {row['steady_us']:>10.1f} "
+            f"{row['steady_share_of_budget']:>10.2f} {row['turnover_us']:>10.1f} "
+            f"{row['turnover_share_of_budget']:>10.2f} {row['minimal_us']:>10.1f} "
+            f"{row['steady_times_minimal']:>10.2f}"
         )
     if args.steps:
-        results["memory"] = memory(64, args.k, args.steps)
+        results["memory"] = memory(args)
         print(f"memory over {args.steps} steps of 64 rows, MiB: {results['memory']['rss_mib']}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

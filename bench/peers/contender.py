@@ -62,7 +62,11 @@ class Contender:
         )
         self._process.start()
         theirs.close()
-        self.about = cast(About, self._receive())
+        try:
+            self.about = cast(About, self._receive())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:

@@ -75,7 +75,7 @@ class LlamaCppPeer:
                 done - t["predicted_ms"] / 1e3 for done, t in zip(last_s, timings, strict=True)
             ],
             last_token_s=last_s,
-            token_ids=[list(reply["tokens"]) for reply in replies],
+            token_ids=[list(reply["__verbose"]["tokens"]) for reply in replies],
             num_draft_tokens=sum(t.get("draft_n", 0) for t in timings),
             num_accepted_tokens=sum(t.get("draft_n_accepted", 0) for t in timings),
         )
@@ -89,6 +89,7 @@ class LlamaCppPeer:
             "top_k": 1,
             "cache_prompt": False,
             "return_tokens": True,
+            "verbose": True,  # token ids are in the verbose part of the reply, made at its end
         }
         try:
             answer.reply = self._server.handle_completions(request)

@@ -1,18 +1,19 @@
 """transformers `generate`: float32, eager, KV cache, one left-padded batch per job. Greedy only.
 
-Loads the same checkpoint with transformers' own reader; shares no code with Paceline.
+Only the weights of a GGUF come through Paceline's reader; the model and the loop are theirs.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from bench.peers.job import About, Job, Timing
+from paceline.checkpoint.source import locate
+from paceline.models.weights import open_weights
 
 _PAD = 0  # never read: masked on the left
 
@@ -20,15 +21,12 @@ _PAD = 0  # never read: masked on the left
 class TransformersPeer:
     """One model in memory; `generate` as a user would call it."""
 
-    def __init__(self, *, folder: str, gguf: str | None, threads: int) -> None:
+    def __init__(self, *, model: str, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        source: dict[str, Any] = {} if gguf is None else {"gguf_file": Path(gguf).name}
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, **source
-        ).eval()
+        self._model: Any = load_model(model).eval()
         # What a checkpoint would add of its own (penalties, sampling) has no place here.
         self._model.generation_config = transformers.GenerationConfig(do_sample=False)
         self._eos = self._model.config.eos_token_id
@@ -75,6 +73,25 @@ class TransformersPeer:
 
     def close(self) -> None:
         del self._model
+
+
+def load_model(model: str) -> Any:
+    """A folder as transformers reads it; a GGUF through Paceline's reader, since transformers
+    wants a further package (accelerate) for one."""
+    files = locate(model)
+    if files.gguf is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
+    config = transformers.AutoConfig.for_model(**files.config)
+    built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = open_weights(files, "gguf")
+    own = built.state_dict()
+    found = {name: weights.load(name).float() for name in weights.names() if name in own}
+    weights.close()
+    missing = set(built.load_state_dict(found, strict=False).missing_keys)
+    built.tie_weights()
+    if missing - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise ValueError(f"{files.gguf} lacks {sorted(missing)}")
+    return built
 
 
 class _Stamps(transformers.StoppingCriteria):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from paceline.step import InFlightStep, Runner, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 _NO_EVENTS = Events()
+MOST_MESSAGES_PER_TURN = 64  # a burst of submits must not hold up those who run
 
 
 @dataclass(slots=True)
@@ -221,7 +222,7 @@ def run_engine(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
     is_draining = False
     is_idle = False
     while True:
-        while True:
+        for _ in range(MOST_MESSAGES_PER_TURN):
             try:
                 data = inbox.get(block=is_idle)
             except Empty:

@@ -81,12 +81,16 @@ class _Row:
 
 
 def paged_attention(
-    query_TNH: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H]."""
-    num_tokens, num_heads, head_size = query_TNH.shape
-    num_kv_heads = key_NSH.shape[0]
-    out_TD = torch.empty(num_tokens, num_heads * head_size, dtype=query_TNH.dtype)
+    """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H].
+
+    The N query heads lead each token's row of `qkv`; its keys and values are in the pages already.
+    """
+    num_kv_heads, _, head_size = key_NSH.shape
+    num_heads = num_kv_heads * batch.group_size
+    query_TNH = qkv_TD[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
+    out_TD = torch.empty(len(qkv_TD), num_heads * head_size, dtype=qkv_TD.dtype)
     for row in batch.rows():
         key, value = _sequence(key_NSH, row, batch), _sequence(value_NSH, row, batch)
         query = query_TNH[row.start : row.end]

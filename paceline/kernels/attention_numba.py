@@ -16,6 +16,7 @@ from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.numba_jit import c_function, jit
 from paceline.kernels.numba_simd import (
     add,
+    call_at,
     exp,
     first,
     first_lane,
@@ -38,7 +39,7 @@ from paceline.kernels.numba_simd import (
     transpose,
 )
 from paceline.kernels.numba_team import run_tiles, team
-from paceline.kernels.numba_tile import MOST_ROWS, add_product
+from paceline.kernels.numba_tile import ADD_PRODUCT, MOST_ROWS
 
 _SPAN = 256
 # Query rows (queries times heads of the group) of a tile, and the largest head.
@@ -56,7 +57,7 @@ _SCORES = _PARTIAL + MOST_ROWS * _ROW_BYTES
 # For each row, the highest score so far and the sum of weights; likewise of one span.
 _STATE = _SCORES + MOST_ROWS * _SPAN * 4
 _SPAN_STATE = _STATE + _TILE_ROWS * 8
-_BLOCK = _SPAN_STATE + MOST_ROWS * 8
+_BLOCK = _SPAN_STATE + 128  # MOST_ROWS states, and whole cache lines
 _KEYS = _BLOCK + 16 * _ROW_BYTES  # [span / 32][H][32]
 _VALUES = _KEYS + _SPAN * _ROW_BYTES  # [span][padded H], where pages cannot be read in place
 
@@ -150,7 +151,7 @@ def _peak(scores: int, count: int) -> float:
 
 
 @jit
-def _scores(scratch: int, size: int, first_row: int, count: int, width: int) -> None:
+def _scores(product: int, scratch: int, size: int, first_row: int, count: int, width: int) -> None:
     """scores[count, width] = queries keys^T, for keys that are in scratch."""
     padded = -(-size // 32) * 32
     for column in range(0, width, 32):
@@ -159,12 +160,18 @@ def _scores(scratch: int, size: int, first_row: int, count: int, width: int) -> 
             _clear(out + 4 * i * _SPAN, 32)
         query = scratch + _QUERY + 4 * first_row * padded
         keys = scratch + _KEYS + 4 * column * size
-        add_product(query, 4 * padded, count, keys, 128, size, out, 4 * _SPAN)
+        call_at(product, (query, 4 * padded, count, keys, 128, size, out, 4 * _SPAN))
 
 
 @jit
 def _weigh_values(
-    scratch: int, values: int, pages: tuple[int, int, int], begin: int, count: int, width: int
+    product: int,
+    scratch: int,
+    values: int,
+    pages: tuple[int, int, int],
+    begin: int,
+    count: int,
+    width: int,
 ) -> None:
     """partial[count, size] = weights[count, width] values[width, size], run by run of pages."""
     table, page_size, size = pages
@@ -187,7 +194,8 @@ def _weigh_values(
         weights = scratch + _SCORES + 4 * done
         for column in range(0, padded, 32):
             columns, out = source + 4 * column, scratch + _PARTIAL + 4 * column
-            add_product(weights, 4 * _SPAN, count, columns, 4 * padded, run, out, 4 * padded)
+            numbers = (weights, 4 * _SPAN, count, columns, 4 * padded, run, out, 4 * padded)
+            call_at(product, numbers)
         done += run
 
 
@@ -209,7 +217,12 @@ def _merge(scratch: int, row: int, partial: int, padded: int, peak: float, weigh
 
 @jit
 def _attend_span(
-    scratch: int, values: int, pages: tuple[int, int, int], begin: int, rows: tuple[int, int, int, int]
+    product: int,
+    scratch: int,
+    values: int,
+    pages: tuple[int, int, int],
+    begin: int,
+    rows: tuple[int, int, int, int],
 ) -> None:
     """Up to MOST_ROWS rows of the tile over the span whose keys are in scratch.
 
@@ -220,14 +233,14 @@ def _attend_span(
     padded = -(-size // 32) * 32
     # Positions ascend with rows: the last row sees the most.
     width = min(_SPAN, first_position + (first_row + count - 1) // group_size + 1 - begin)
-    _scores(scratch, size, first_row, count, width)
+    _scores(product, scratch, size, first_row, count, width)
     for i in range(count):
         scores, state = scratch + _SCORES + 4 * i * _SPAN, scratch + _SPAN_STATE + 8 * i
         seen = min(_SPAN, first_position + (first_row + i) // group_size + 1 - begin)
         peak = _peak(scores, seen)
         store_f32(state, peak)
         store_f32(state + 4, _soften(scores, seen, width, peak))
-    _weigh_values(scratch, values, pages, begin, count, width)
+    _weigh_values(product, scratch, values, pages, begin, count, width)
     for i in range(count):
         partial, state = scratch + _PARTIAL + 4 * i * padded, scratch + _SPAN_STATE + 8 * i
         peak, weight = load_f32(state), load_f32(state + 4)
@@ -278,6 +291,7 @@ def _give_results(
 
 @jit
 def _attend_tile(
+    product: int,
     scratch: int,
     kv: tuple[int, int],
     pages: tuple[int, int, int],
@@ -293,7 +307,8 @@ def _attend_tile(
         row = max(0, begin - first_position) * group_size
         while row < num_rows:
             count = min(MOST_ROWS, num_rows - row)
-            _attend_span(scratch, kv[1], pages, begin, (row, count, group_size, first_position))
+            rows = (row, count, group_size, first_position)
+            _attend_span(product, scratch, kv[1], pages, begin, rows)
             row += count
 
 
@@ -340,7 +355,8 @@ def _attend(arguments: int, tile: int, scratch: int) -> None:
     _take_queries(scratch, source, (query_bytes, size), num_queries, group_size, scale)
     pages = (table + load_i64(slots + 8 * row) * table_bytes, page_size, size)
     kv = (keys + head * head_bytes, values + head * head_bytes)
-    _attend_tile(scratch, kv, pages, position, num_queries, group_size)
+    product = load_i64(arguments + 128)
+    _attend_tile(product, scratch, kv, pages, position, num_queries, group_size)
     target = out + (start + first) * out_bytes + at
     _give_results(scratch, target, (out_bytes, size), num_queries, group_size)
 
@@ -351,7 +367,7 @@ _ATTEND = c_function(_attend, 3)
 @jit
 def _launch(
     team: int,
-    body: int,
+    bodies: tuple[int, int],
     query: tuple[int, int, int],
     pages: tuple[int, int, int, int],
     rows: tuple[int, int, int, int],
@@ -359,6 +375,7 @@ def _launch(
     heads: tuple[int, int, int],
     scale: float,
 ) -> None:
+    body, product = bodies
     at, token_bytes, out = query
     keys, values, head_bytes, page_size = pages
     row_start, length, slots, num_rows = rows
@@ -386,31 +403,28 @@ def _launch(
             num_kv,
             size,
             float_bits(scale),
+            product,
         )
     )
     run_tiles(team, body, arguments, num_tiles)
 
 
 def paged_attention(
-    query_TNH: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
     """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H]."""
-    num_tokens, num_heads, size = query_TNH.shape
-    out_TD = torch.empty(num_tokens, num_heads * size)
-    table_SP = batch.table_SP
+    num_kv, _, size = key_NSH.shape
+    num_tokens, width = qkv_TD.shape
+    out_TD = torch.empty(num_tokens, num_kv * batch.group_size * size)
+    table_SP, rows = batch.table_SP, batch.row_start_B.data_ptr()
     _launch(
         team.address,
-        _ATTEND,
-        (query_TNH.data_ptr(), 4 * query_TNH.stride(0), out_TD.data_ptr()),
+        (_ATTEND, ADD_PRODUCT),
+        (qkv_TD.data_ptr(), 4 * width, out_TD.data_ptr()),
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0), batch.page_size),
-        (
-            batch.row_start_B.data_ptr(),
-            batch.length_B.data_ptr(),
-            batch.slot_B.data_ptr(),
-            batch.slot_B.shape[0],
-        ),
+        (rows, batch.length_B.data_ptr(), batch.slot_B.data_ptr(), batch.slot_B.shape[0]),
         (table_SP.data_ptr(), 4 * table_SP.stride(0)),
-        (batch.group_size, key_NSH.shape[0], size),
+        (batch.group_size, num_kv, size),
         scale,
     )
     return out_TD

@@ -28,7 +28,7 @@ class Kernels(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
-    place_heads: Callable[[Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
+    place_heads: Callable[[Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
 
 

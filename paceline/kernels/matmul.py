@@ -36,6 +36,9 @@ class PanelWeight:
     bias_N: Tensor  # fp32, padded to whole panels; zeros where the layer has none
     num_outputs: int
     num_inputs: int
+    # What a launch needs, without asking the tensors every time.
+    width: int  # outputs with the padding
+    addresses: tuple[int, int]  # of data and bias
 
 
 def pack_dense(weight_ND: Tensor, bias_N: Tensor | None) -> PanelWeight:
@@ -114,5 +117,7 @@ def _weight(
     kind: Kind, data: Tensor, bias_N: Tensor | None, num_outputs: int, num_inputs: int
 ) -> PanelWeight:
     bias = torch.zeros(num_outputs) if bias_N is None else bias_N.float()
-    bias = pad(bias, (0, -num_outputs % PANEL))
-    return PanelWeight(kind, data.contiguous(), bias, num_outputs, num_inputs)
+    bias = pad(bias, (0, -num_outputs % PANEL)).contiguous()
+    data = data.contiguous()
+    addresses = (data.data_ptr(), bias.data_ptr())
+    return PanelWeight(kind, data, bias, num_outputs, num_inputs, len(bias), addresses)

@@ -30,7 +30,7 @@ def ngram_propose(
 
 
 def _latest_match(history: npt.NDArray[np.int32], min_n: int, max_n: int) -> int:
-    """Where the continuation of the longest, then latest, earlier copy of the tail begins; or -1."""
+    """Where the continuation of the longest, then latest, copy of the tail begins; or -1."""
     length = len(history)
     if length <= min_n:
         return -1

@@ -6,19 +6,19 @@ for any number of rows: so a row has the same bits alone, in a batch and in a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from paceline.kernels.numba_jit import emitted, jit
+from paceline.kernels.numba_jit import c_function, emitted
 from paceline.kernels.numba_simd import (
     F16,
     F32,
     I8,
     I16,
+    I32,
     V,
     const,
     count_loop,
@@ -33,63 +33,87 @@ from paceline.kernels.numba_simd import (
 WIDTH = 32  # columns of a tile: two vectors
 _HALVES = (0, 1)
 
-# How the columns of one inner index, or of a block of them, are stored.
+# How 32 columns are stored. Quantised kinds have blocks of 32 inner indices with a header of fp16
+# scales (and offsets), then 16 or 32 bytes for each inner index; the others are plain numbers.
 Q4, Q8, HALF, BFLOAT, FLOAT = range(5)
 BLOCK_INPUTS = {Q4: 32, Q8: 32, HALF: 4, BFLOAT: 4, FLOAT: 4}
-BLOCK_BYTES = {Q4: 640, Q8: 1088, HALF: 256, BFLOAT: 256, FLOAT: 512}
-# Rows that one pass holds in registers; other counts repeat their last row.
-DIRECT_ROWS = (1, 2, 4, 6, 8)
+_HEADER_BYTES = {Q4: 128, Q8: 64, HALF: 0, BFLOAT: 0, FLOAT: 0}
+_INPUT_BYTES = {Q4: 16, Q8: 32, HALF: 64, BFLOAT: 64, FLOAT: 128}
+BLOCK_BYTES = {k: _HEADER_BYTES[k] + n * _INPUT_BYTES[k] for k, n in BLOCK_INPUTS.items()}
+# Inner indices that are written out; the rest is a loop, so that there is less to compile.
+_UNROLLED = {Q4: 8, Q8: 8, HALF: 4, BFLOAT: 4, FLOAT: 4}
+# Rows that one pass holds in registers; a count without code of its own repeats its last row.
 MOST_ROWS = 12
 
 _EIGHT = types.UniTuple(types.int64, 8)
 _Columns = list[Any]  # the two vectors of one inner index
 
 
-def _half_pair(b: Any, at: Any, offset: int) -> _Columns:
+def _halves_at(b: Any, at: Any, offset: int) -> _Columns:
     half = lanes_of(F16)
     return [b.fpext(load_at(b, half, at, offset + 32 * i, 2), V) for i in _HALVES]
 
 
-def _decode(b: Any, kind: int, at: Any) -> list[Callable[[], _Columns]]:
-    """For each inner index of the block at this address, what loads its 32 columns as fp32."""
-    if kind == Q4:
-        return _decode_q4(b, at)
-    if kind == Q8:
-        scale = _half_pair(b, at, 0)
-
-        def signed(k: int) -> _Columns:
-            raw = [load_at(b, lanes_of(I8), at, 64 + 32 * k + 16 * i, 1) for i in _HALVES]
-            return [b.fmul(b.sitofp(r, V), s) for r, s in zip(raw, scale, strict=True)]
-
-        return [lambda k=k: signed(k) for k in range(32)]  # type: ignore[misc]
-
-    def plain(k: int) -> _Columns:
-        if kind == HALF:
-            return _half_pair(b, at, 64 * k)
-        if kind == FLOAT:
-            return [load_at(b, V, at, 128 * k + 64 * i) for i in _HALVES]
-        raw = [load_at(b, lanes_of(I16), at, 64 * k + 32 * i, 2) for i in _HALVES]
-        wide = [b.shl(b.zext(r, lanes_of(ir.IntType(32))), fill_bits(16)) for r in raw]
-        return [b.bitcast(w, V) for w in wide]
-
-    return [lambda k=k: plain(k) for k in range(BLOCK_INPUTS[kind])]  # type: ignore[misc]
+def _header(b: Any, kind: int, at: Any) -> list[_Columns]:
+    """Scales, then offsets, of a quantised block."""
+    return [_halves_at(b, at, offset) for offset in range(0, _HEADER_BYTES[kind], 64)]
 
 
-def _decode_q4(b: Any, at: Any) -> list[Callable[[], _Columns]]:
-    scale, offset = _half_pair(b, at, 0), _half_pair(b, at, 64)
-    raw: _Columns = []
-
-    def nibble(k: int) -> _Columns:
-        if k % 2 == 0:  # a byte holds two neighbours
-            bytes_at = [128 + 32 * (k // 2) + 16 * i for i in _HALVES]
-            loaded = [load_at(b, lanes_of(I8), at, o, 1) for o in bytes_at]
-            raw[:] = [b.zext(r, lanes_of(ir.IntType(32))) for r in loaded]
-            numbers = [b.and_(r, fill_bits(15)) for r in raw]
+def _decode(b: Any, kind: int, header: list[_Columns], at: Any) -> Iterator[_Columns]:
+    """The columns of `_UNROLLED` inner indices in turn, as fp32."""
+    bits, small = lanes_of(I32), lanes_of(I8)
+    for k in range(_UNROLLED[kind]):
+        offset = k * _INPUT_BYTES[kind]
+        if kind == Q4:
+            if k % 2 == 0:  # a byte holds two neighbours
+                pairs = [load_at(b, small, at, 32 * (k // 2) + 16 * i, 1) for i in _HALVES]
+                wide = [b.zext(p, bits) for p in pairs]
+                numbers = [b.and_(w, fill_bits(15)) for w in wide]
+            else:
+                numbers = [b.lshr(w, fill_bits(4)) for w in wide]
+            scale, shift = header
+            yield [fma(b, b.sitofp(n, V), scale[i], shift[i]) for i, n in enumerate(numbers)]
+        elif kind == Q8:
+            raw = [load_at(b, small, at, offset + 16 * i, 1) for i in _HALVES]
+            yield [b.fmul(b.sitofp(r, V), header[0][i]) for i, r in enumerate(raw)]
+        elif kind == HALF:
+            yield _halves_at(b, at, offset)
+        elif kind == BFLOAT:
+            raw = [load_at(b, lanes_of(I16), at, offset + 32 * i, 2) for i in _HALVES]
+            yield [b.bitcast(b.shl(b.zext(r, bits), fill_bits(16)), V) for r in raw]
         else:
-            numbers = [b.lshr(r, fill_bits(4)) for r in raw]
-        return [fma(b, b.sitofp(n, V), scale[i], offset[i]) for i, n in enumerate(numbers)]
+            yield [load_at(b, V, at, offset + 64 * i) for i in _HALVES]
 
-    return [lambda k=k: nibble(k) for k in range(32)]  # type: ignore[misc]
+
+def _each_input(
+    b: Any,
+    kind: int,
+    columns: Any,
+    num_blocks: Any,
+    carried: list[Any],
+    use: Callable[[Any, int, _Columns, list[Any]], None],
+) -> list[Any]:
+    """use(first inner index, k, columns of first + k, carried values) in ascending order."""
+
+    def block(index: Any, held: list[Any]) -> list[Any]:
+        at = b.add(columns, b.mul(index, const(BLOCK_BYTES[kind])))
+        header = _header(b, kind, at)
+        begin = b.mul(index, const(BLOCK_INPUTS[kind]))
+        count = _UNROLLED[kind]
+
+        def turn(step: Any, held: list[Any]) -> list[Any]:
+            held = list(held)
+            first = b.add(begin, b.mul(step, const(count)))
+            skipped = b.mul(step, const(count * _INPUT_BYTES[kind]))
+            here = b.add(b.add(at, const(_HEADER_BYTES[kind])), skipped)
+            for k, decoded in enumerate(_decode(b, kind, header, here)):
+                use(first, k, decoded, held)
+            return held
+
+        turns = BLOCK_INPUTS[kind] // count
+        return count_loop(b, const(turns), held, turn) if turns > 1 else turn(const(0), held)
+
+    return count_loop(b, num_blocks, carried, block)
 
 
 def _row_addresses(b: Any, base: Any, stride: Any, num_rows: Any, rows: int) -> list[Any]:
@@ -137,16 +161,12 @@ def coded_product(_: Any, shape: Any, numbers: Any) -> Any:
         outs = _row_addresses(b, out, out_stride, num_rows, rows)
         start = [load_at(b, V, bias, 64 * i) for i in _HALVES] * rows
 
-        def block(index: Any, sums: list[Any]) -> list[Any]:
-            sums = list(sums)
-            at = b.add(columns, b.mul(index, const(BLOCK_BYTES[kind])))
-            shift = b.mul(index, const(4 * BLOCK_INPUTS[kind]))
-            here = [b.add(x, shift) for x in xs]
-            for k, decoded in enumerate(_decode(b, kind, at)):
-                _add_products(b, sums, here, 4 * k, decoded())
-            return sums
+        def use(first: Any, k: int, decoded: _Columns, sums: list[Any]) -> None:
+            shift = b.mul(first, const(4))
+            _add_products(b, sums, [b.add(x, shift) for x in xs], 4 * k, decoded)
 
-        _store_rows(b, count_loop(b, num_blocks, start, block), outs)
+        sums = _each_input(b, kind, columns, num_blocks, start, use)
+        _store_rows(b, sums, outs)
         return context.get_dummy_value()
 
     return types.void(shape, _EIGHT), write
@@ -199,22 +219,18 @@ def decode_columns(_: Any, kind: Any, columns: Any, num_blocks: Any, out: Any) -
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
         _, columns, num_blocks, out = a
 
-        def block(index: Any, _carried: list[Any]) -> list[Any]:
-            at = b.add(columns, b.mul(index, const(BLOCK_BYTES[code])))
-            to = b.add(out, b.mul(index, const(4 * WIDTH * BLOCK_INPUTS[code])))
-            for k, decoded in enumerate(_decode(b, code, at)):
-                for i, vector in enumerate(decoded()):
-                    store_at(b, vector, to, 128 * k + 64 * i)
-            return []
+        def use(first: Any, k: int, decoded: _Columns, _carried: list[Any]) -> None:
+            to = b.add(out, b.mul(first, const(4 * WIDTH)))
+            for i, vector in enumerate(decoded):
+                store_at(b, vector, to, 128 * k + 64 * i)
 
-        count_loop(b, num_blocks, [], block)
+        _each_input(b, code, columns, num_blocks, [], use)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 3), write
 
 
-@jit
-def add_product(
+def _product(
     x: int,
     x_stride: int,
     num_rows: int,
@@ -224,7 +240,6 @@ def add_product(
     out: int,
     out_stride: int,
 ) -> None:
-    """out[rows, 32] += x[rows, inner] columns[inner, 32]; strides in bytes; at most MOST_ROWS."""
     numbers = (x, x_stride, num_rows, columns, column_stride, inner, out, out_stride)
     if num_rows > 8:
         _plain_product(12, numbers)
@@ -240,3 +255,8 @@ def add_product(
         _plain_product(2, numbers)
     else:
         _plain_product(1, numbers)
+
+
+# The address of out[rows, 32] += x[rows, inner] columns[inner, 32], for at most MOST_ROWS rows and
+# strides in bytes; arguments as above. Called by address, so that it is compiled once.
+ADD_PRODUCT = c_function(_product, 8)

@@ -22,28 +22,26 @@ class HeadNorms:
 
 
 def place_heads(
-    qkv_TNH: Tensor,
+    qkv_TD: Tensor,
     rotation_TH: Tensor,
     norms: HeadNorms | None,
     key_NSH: Tensor,
     value_NSH: Tensor,
     slot_T: Tensor,
-) -> Tensor:
-    """Norm and rotate queries and keys, write keys and values to their page slots.
+) -> None:
+    """Norm and rotate queries and keys in place, write keys and values to their page slots.
 
-    Overwrites its input; returns the queries, [T, N, H], which may be a view of it.
+    A token's row of `qkv` holds its query heads, its key heads, its value heads.
     """
-    num_kv = key_NSH.shape[0]
+    num_kv, _, head_size = key_NSH.shape
+    qkv_TNH = qkv_TD.unflatten(1, (-1, head_size))
     num_q = qkv_TNH.shape[1] - 2 * num_kv
-    qk_TNH = qkv_TNH[:, : num_q + num_kv]
+    query_TNH, key_TNH, value_TNH = qkv_TNH.split((num_q, num_kv, num_kv), dim=1)
     if norms is not None:
-        head_size = (qkv_TNH.shape[2],)
-        query = torch.rms_norm(qk_TNH[:, :num_q], head_size, norms.query_H, norms.eps)
-        key = torch.rms_norm(qk_TNH[:, num_q:], head_size, norms.key_H, norms.eps)
-        qk_TNH = torch.cat((query, key), dim=1)
-    rotate_(qk_TNH, rotation_TH)
-    write_kv(key_NSH, value_NSH, qk_TNH[:, num_q:], qkv_TNH[:, num_q + num_kv :], slot_T)
-    return qk_TNH[:, :num_q]
+        query_TNH.copy_(torch.rms_norm(query_TNH, (head_size,), norms.query_H, norms.eps))
+        key_TNH.copy_(torch.rms_norm(key_TNH, (head_size,), norms.key_H, norms.eps))
+    rotate_(qkv_TNH[:, : num_q + num_kv], rotation_TH)
+    write_kv(key_NSH, value_NSH, key_TNH, value_TNH, slot_T)
 
 
 def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:

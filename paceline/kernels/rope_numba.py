@@ -124,25 +124,23 @@ def _launch(
 
 
 def place_heads(
-    qkv_TNH: Tensor,
+    qkv_TD: Tensor,
     rotation_TH: Tensor,
     norms: HeadNorms | None,
     key_NSH: Tensor,
     value_NSH: Tensor,
     slot_T: Tensor,
-) -> Tensor:
-    """Norm and rotate queries and keys, write keys and values to their page slots."""
-    num_tokens, num_heads, size = qkv_TNH.shape
-    num_kv = key_NSH.shape[0]
-    num_q = num_heads - 2 * num_kv
+) -> None:
+    """Norm and rotate queries and keys in place, write keys and values to their page slots."""
+    num_tokens, width = qkv_TD.shape
+    num_kv, _, size = key_NSH.shape
     at = (0, 0) if norms is None else (norms.query_H.data_ptr(), norms.key_H.data_ptr())
     _launch(
         team.address,
         _PLACE_TOKENS,
-        (qkv_TNH.data_ptr(), rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
+        (qkv_TD.data_ptr(), rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0)),
         at,
         0.0 if norms is None else norms.eps,
-        (num_q, num_kv, size),
+        (width // size - 2 * num_kv, num_kv, size),
     )
-    return qkv_TNH[:, :num_q]

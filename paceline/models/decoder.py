@@ -54,9 +54,8 @@ class Decoder:
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
         """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
-        spec, eps = self.spec, self.spec.norm_eps
+        eps, scale = self.spec.norm_eps, self.spec.head_size**-0.5
         rms_norm, add_rms_norm, silu_and_mul, place_heads, paged_attention = self.kernels
-        num_heads, scale = spec.num_heads + 2 * spec.num_kv_heads, spec.head_size**-0.5
         residual_TD = self.embedding_VD.index_select(0, inputs.token_T).float()
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
         slot_T, batch = inputs.page_slot_T, inputs.attention
@@ -67,9 +66,9 @@ class Decoder:
             else:
                 x_TD = add_rms_norm(residual_TD, delta_TD, layer.input_norm, eps)
             key, value = kv.key_NSH, kv.value_NSH
-            qkv_TNH = layer.qkv(x_TD).view(-1, num_heads, spec.head_size)
-            query_TNH = place_heads(qkv_TNH, rotation_TH, layer.head_norms, key, value, slot_T)
-            delta_TD = layer.o(paged_attention(query_TNH, key, value, batch, scale))
+            qkv_TD = layer.qkv(x_TD)
+            place_heads(qkv_TD, rotation_TH, layer.head_norms, key, value, slot_T)
+            delta_TD = layer.o(paged_attention(qkv_TD, key, value, batch, scale))
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
             delta_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
         assert delta_TD is not None

@@ -136,7 +136,7 @@ def _fill_result(result: StepResult, inputs: StepInputs, accepted: Accepted) -> 
     result.num_drafts_B[rows] = to_host(accepted.num_drafts_B)
     result.num_accepted_B[rows] = to_host(accepted.num_accepted_B)
     if accepted.logprobs is not None:
-        result.logprobs = accepted.logprobs.by_plan_row(to_host(accepted.count_B), rows)
+        result.logprobs = accepted.logprobs.by_plan_row(result.count_B[rows], rows.tolist())
 
 
 def _advance(slots: Slots, inputs: StepInputs, accepted: Accepted | None) -> None:

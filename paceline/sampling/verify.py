@@ -31,7 +31,9 @@ from paceline.sampling.logprobs import Logprobs, RawRows
 from paceline.sampling.window import Window
 from paceline.state.slots import Slots
 
-BY_EQUALITY, ACCEPTED, REJECTED = -1, 1, 0
+BY_EQUALITY, ACCEPTED = -1, 1  # 0 is rejected
+# Whole distributions of p and q exist for so many rows at a time, whatever the batch and K.
+ROWS_AT_ONCE = 64
 
 
 class Tail(IntEnum):
@@ -161,18 +163,20 @@ class _Judge:
 
         A rejected row is prepared to be drawn from max(p - q, 0), with noise of its own domain.
         """
-        slot_N, offset_N = self.rows.slot_N, self.rows.offset_N
         is_sampled_N = (
-            ~self.slots.drafts_onehot_S[slot_N]
+            ~self.slots.drafts_onehot_S[self.rows.slot_N]
             & (self.knobs.temperature_N > 0)
             & (self.draft_N >= 0)
         )
         row_M = is_sampled_N.nonzero()[:, 0]  # CPU-only shortcut: a kernel's programs exit early
-        if len(row_M) == 0:
-            return
-        self.has_sampled_drafts = True
+        self.has_sampled_drafts = len(row_M) > 0
+        for part_M in row_M.split(ROWS_AT_ONCE):
+            self._judge_sampled_drafts(part_M, draft_probs_SKV)
+
+    def _judge_sampled_drafts(self, row_M: Tensor, draft_probs_SKV: Tensor) -> None:
+        slot_M, offset_M = self.rows.slot_N[row_M], self.rows.offset_N[row_M]
         prob_MV = distributions(self.logits_NV[row_M], Knobs(*(t[row_M] for t in self.knobs)))
-        draft_prob_MV = draft_probs_SKV[slot_N[row_M], offset_N[row_M]]
+        draft_prob_MV = draft_probs_SKV[slot_M, offset_M]
         unit_M = rng.uniform(self.noise.seed_N2[row_M], self.noise.position_N[row_M], rng.ACCEPT)
         ok_M = accept_sampled(prob_MV, draft_prob_MV, self.draft_N[row_M], unit_M)
         self.verdict_N[row_M] = ok_M.to(torch.int8)

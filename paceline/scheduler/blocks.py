@@ -61,15 +61,16 @@ class PagePool:
         if count > self._num_free + self._num_idle:
             return None
         start = after + 1 if after >= 0 else -1
+        old = self._old_limit()
         pages: list[int] = []
         while len(pages) < count + ahead:
             missing = count - len(pages)
             end = self._end_of.get(start)
             if end is None:
-                if not self._evict_old(start, missing + ahead):
+                if not self._evict_old(start, missing + ahead, old):
                     if missing <= 0:
                         break
-                    start = self._open_run(missing, ahead)
+                    start = self._open_run(missing, ahead, old)
                 end = self._end_of[start]
             stop = min(end, start + missing + ahead)
             self._take(start, stop, end)
@@ -96,7 +97,7 @@ class PagePool:
         self._num_refs[start:stop] = [1] * (stop - start)
         self._num_free -= stop - start
 
-    def _open_run(self, count: int, ahead: int) -> int:
+    def _open_run(self, count: int, ahead: int, old: int) -> int:
         """A free page to start at, with room to grow: in the largest gap.
 
         Behind a used page the run starts in the middle, so that its owner can grow as well.
@@ -104,7 +105,7 @@ class PagePool:
         wanted = count + ahead
         start, end = self._largest_gap()
         if end - start < wanted and self._num_idle:
-            self._evict_oldest(wanted, self._old_limit())
+            self._evict_oldest(wanted, old)
             if not self._num_free:
                 self._evict_oldest(count, self.num_releases)
             start, end = self._largest_gap()
@@ -181,16 +182,15 @@ class PagePool:
     def _old_limit(self) -> int:
         """Pages that went idle up to here, in the first half of the idle history, are old: any
         of them is as good to evict as the oldest."""
-        return (self._idle_queue[0][0] + self.num_releases) // 2
+        return (self._idle_queue[0][0] + self.num_releases) // 2 if self._idle_queue else 0
 
-    def _evict_old(self, start: int, count: int) -> bool:
+    def _evict_old(self, start: int, count: int, old: int) -> bool:
         """Free old idle pages start, start + 1, …: they are in the right place."""
         if start < 0 or start == self.num_pages or not self._idle_since[start]:
             return False
-        limit = self._old_limit()
         most = min(start + count, self.num_pages)
         end = start
-        while end < most and 0 < self._idle_since[end] <= limit:
+        while end < most and 0 < self._idle_since[end] <= old:
             end += 1
         if end > start:
             self._evict(start, end)
@@ -212,7 +212,7 @@ class PagePool:
             start = group.pop()
             num_popped, end = 1, start + 1
             if since[start] == at:
-                while end - start < left and group and group[-1] == start - 1:
+                while end - start < gap and group and group[-1] == start - 1:
                     if since[start - 1] != at:
                         break
                     start = group.pop()

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.errors import Overloaded
-from paceline.server.failures import HttpFailure
+from paceline.server.failures import CLIENT_CLOSED_REQUEST, HttpFailure
 from paceline.server.fields import parse
 from paceline.server.service import Service
 
@@ -49,7 +49,7 @@ async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
             message = f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
             raise HttpFailure(408, message) from None
         except ClientDisconnect:
-            raise HttpFailure(499, "The client went away.") from None
+            raise HttpFailure(CLIENT_CLOSED_REQUEST, "The client went away.") from None
         yield b"".join(chunks)
     finally:
         service.body_bytes -= size

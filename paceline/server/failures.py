@@ -11,6 +11,7 @@ from paceline.errors import EngineDead, InvalidRequest, NotFound, Overloaded, Pa
 from paceline.server.replies import ErrorDetail, ErrorReply, to_event, to_json
 
 INVALID = "invalid_request_error"
+CLIENT_CLOSED_REQUEST = 499  # for logs: nobody reads it
 
 
 class HttpFailure(PacelineError):

@@ -19,7 +19,13 @@ from starlette.responses import Response
 
 from paceline.errors import PacelineError, nearest
 from paceline.observe.log import RequestLogger
-from paceline.server.failures import INVALID, Failure, HttpFailure, failure_of
+from paceline.server.failures import (
+    CLIENT_CLOSED_REQUEST,
+    INVALID,
+    Failure,
+    HttpFailure,
+    failure_of,
+)
 from paceline.server.options import ServerOptions
 from paceline.server.replies import ErrorDetail
 
@@ -47,6 +53,7 @@ class Gate:
             return
         request_id = _request_id(scope)
         log = RequestLogger(logger, request_id)
+        scope.setdefault("state", {})["log"] = log
         started_s = time.monotonic()
         status = 0
 
@@ -69,7 +76,10 @@ class Gate:
         finally:
             if self._logs and scope["path"] not in _QUIET_PATHS:
                 took_ms = (time.monotonic() - started_s) * 1000
-                log.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, took_ms)
+                # Without a status nobody was left to send one to.
+                shown = status or CLIENT_CLOSED_REQUEST
+                job = scope["state"].get("job_id", "")
+                log.info("%s %s %d %.1f ms %s", scope["method"], scope["path"], shown, took_ms, job)
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN_PATHS:

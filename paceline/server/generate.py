@@ -7,7 +7,6 @@ not take waits in the job, joined.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import Response
 
 from paceline.errors import PacelineError
-from paceline.observe.log import RequestLogger
-from paceline.server.failures import failure_of
+from paceline.server.failures import CLIENT_CLOSED_REQUEST, failure_of
 from paceline.server.job import Job, Piece
 from paceline.server.replies import DONE_EVENT, PING_EVENT, Usage, to_event, to_json
 from paceline.server.requests import GenerateFields
@@ -28,11 +26,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
-
 # A stream that has nothing to say says so, for proxies that give up on silent connections.
 PING_INTERVAL_S = 15.0
-CLIENT_CLOSED_REQUEST = 499
 _EARLY_ENDS = ("abort", "error")
 
 
@@ -51,11 +46,12 @@ class Shape(Protocol):
 
 async def answer(request: Request, service: Service, job: Job, shape: Shape) -> Response:
     """Wait for all of it."""
+    request.scope["state"]["job_id"] = job.spec.id
     try:
         async with _watched(job, request.receive):
             await job.news()
         if job.gone:
-            _log(job).info("the client went away")
+            request.scope["state"]["log"].info("the client went away from %s", job.spec.id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if job.error is not None:
             raise job.error
@@ -83,6 +79,7 @@ class EventStream:
         self._ticker: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["job_id"] = self._job.spec.id
         self._tick()
         try:
             async with _watched(self._job, receive):
@@ -92,7 +89,7 @@ class EventStream:
                 self._ticker.cancel()
             self._service.end(self._job)
         if self._job.gone:
-            _log(self._job).info("the client went away")
+            scope["state"]["log"].info("the client went away from %s", self._job.spec.id)
 
     def _tick(self) -> None:
         if self._silent:
@@ -158,10 +155,6 @@ async def _watched(job: Job, receive: Receive) -> AsyncIterator[None]:
         yield
     finally:
         watcher.cancel()
-
-
-def _log(job: Job) -> RequestLogger:
-    return RequestLogger(logger, job.spec.id)
 
 
 def renamed_prompt(error: PacelineError, field: str) -> PacelineError:

@@ -16,8 +16,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from paceline.server.listen import HEADER_TIMEOUT_S, Acceptor
+from paceline.server.listen import Acceptor
 from paceline.server.options import ServerOptions
+
+
+HEADER_TIMEOUT_S = 30.0
+MAX_HEADER_BYTES = 1 << 16
 
 
 class _Uvicorn(uvicorn.Server):
@@ -29,25 +33,47 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: tells when it ends, and does not wait for ever for a first request."""
+    """One connection: tells when it ends, and gives headers neither endless time nor room."""
 
     on_lost: Callable[[], None]
     _patience: asyncio.TimerHandle | None = None
+    _header_bytes: int | None = None  # of the headers that arrive now
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(HEADER_TIMEOUT_S, self._close_if_silent)
+        self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._patience is not None:
-            self._patience.cancel()
+        self._stop_waiting()
         self.on_lost()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
+    def on_message_begin(self) -> None:
+        self._stop_waiting()
+        self._wait_for_headers()
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        self._header_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._header_bytes is not None:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.transport.close()
+
+    def _wait_for_headers(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
 
 class HttpServer:

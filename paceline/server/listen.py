@@ -24,7 +24,6 @@ BACKLOG = 4096
 RESERVED_FILES = 64
 # Connections that stay free for saying 429 when every other one holds a running request.
 SPARE_SHARE = 4
-HEADER_TIMEOUT_S = 30.0
 _ACCEPTS_PER_TURN = 64
 _RETRY_S = 0.05
 _ROOM_INTERVAL_S = 0.25

@@ -55,6 +55,11 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
         )
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+    if request.echo and not request.continue_final_message:
+        raise InvalidRequest(
+            "echo in chat shows the message that is continued; it needs continue_final_message.",
+            param="echo",
+        )
     values = _common(request, defaults)
     asked = new if new is not None else old
     if asked is not None:
@@ -88,6 +93,11 @@ def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, A
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise InvalidRequest(
+            "continuous_usage_stats needs include_usage: true.",
+            param="stream_options.continuous_usage_stats",
+        )
     values = dict(defaults)
     for name in _SAME_NAME:
         value = getattr(request, name)

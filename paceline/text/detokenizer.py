@@ -12,11 +12,12 @@ from tokenizers.decoders import DecodeStream
 
 from paceline.text.tokenizer import Tokenizer
 
-# Tokens of the prompt that the first output token is decoded after: enough for any character.
+# Tokens of the prompt that the first output token is decoded after. More are taken when the first
+# of them is in the middle of a character: with byte tokens a whole run can be broken by that.
 _CONTEXT_TOKENS = 6
-# A character has at most four bytes: three tokens may wait for its last one, and a longer run of
-# tokens that show nothing is broken UTF-8 (or special tokens).
-_MOST_UNFINISHED = 3
+_MOST_CONTEXT_TOKENS = 66
+_MOST_CHAR_BYTES = 4
+# A longer run of tokens that show nothing is broken UTF-8 or special tokens.
 _MOST_PENDING = 16
 _BROKEN = "\ufffd"
 
@@ -50,6 +51,8 @@ class Detokenizer:
         self._pending: list[int] = []  # tokens whose text has not come out yet
         # The first of them may be the prompt's, and so may the first characters of their text.
         self._num_unfinished = self._num_prompt_chars = 0
+        self._last_shown: int | None = None  # the token whose text came out last
+        self._last_clean: int | None = None  # the last one known to be text by itself
         self._stream = self._after_prompt(prompt_ids)
         self._num_tokens = 0
         self._min_tokens = min_tokens
@@ -107,6 +110,7 @@ class Detokenizer:
             if self._pending:
                 self._pending.clear()
                 piece = self._behind_prompt(piece)
+            self._last_shown = token_id
             return piece
         self._pending.append(token_id)
         if len(self._pending) > _MOST_PENDING:
@@ -124,9 +128,15 @@ class Detokenizer:
 
     def _restart(self, cut: int) -> str | None:
         """Show the first `cut` pending tokens as they are; the others go through a new stream."""
-        text = self._behind_prompt(self._decode(self._pending[:cut]))
-        rest, self._pending = self._pending[cut:], []
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        shown, rest, self._pending = self._pending[:cut], self._pending[cut:], []
+        text = self._behind_prompt(self._decode(shown))
+        # The new stream stands behind a token with text, lest the next one loses its space.
+        for token_id in (self._last_shown, *shown):
+            piece = "" if token_id is None else self._decode([token_id])
+            if piece and not piece.endswith(_BROKEN):
+                self._last_clean = token_id
+        anchor = [] if self._last_clean is None else [self._last_clean]
+        self._stream = DecodeStream(anchor, self._skip_special)
         for token_id in rest:
             text += self._step(token_id) or ""
         return text or None
@@ -141,11 +151,21 @@ class Detokenizer:
 
     def _behind_prompt(self, text: str) -> str:
         """The text without what the prompt's unfinished tokens had already shown, once."""
-        known, self._num_prompt_chars, self._num_unfinished = self._num_prompt_chars, 0, 0
+        known = min(self._num_prompt_chars, len(text))
+        self._num_prompt_chars -= known
+        self._num_unfinished = 0
         return text[known:]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+
+    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, from the beginning of a character on."""
+        for count in range(_CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS, _CONTEXT_TOKENS):
+            context = list(prompt_ids[-count:])
+            if len(context) < count or not self._decode(context).startswith(_BROKEN):
+                break
+        return context
 
     def _after_prompt(self, prompt_ids: Sequence[int]) -> DecodeStream:
         """A stream that stands behind the prompt's last whole character.
@@ -153,19 +173,21 @@ class Detokenizer:
         Some tokenizers drop the space of the first token they decode, so the output must not be
         decoded alone. Tokens of a character that the output will complete are pending.
         """
-        context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        context = self._context(prompt_ids)
         split = len(context)
         while split and self._decode(context[:split]).endswith(_BROKEN):
             split -= 1
         unfinished = context[split:]
-        if len(unfinished) > _MOST_UNFINISHED:  # no character in the making, only broken ones
-            split, unfinished = 0, []
         stream = DecodeStream(context[:split], self._skip_special)
         for token_id in unfinished:
             stream.step(self._tokenizer.backend, token_id)
             self._pending.append(token_id)
         self._num_unfinished = len(unfinished)
-        self._num_prompt_chars = len(self._decode(unfinished).rstrip(_BROKEN))
+        text = self._decode(unfinished)
+        # Byte tokens show one U+FFFD each; other tokens may hold whole characters and end in the
+        # middle of one, which shows as a single U+FFFD.
+        is_one_char = len(unfinished) < _MOST_CHAR_BYTES
+        self._num_prompt_chars = len(text.rstrip(_BROKEN) if is_one_char else text[:-1])
         return stream
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
 from paceline.layers.linear import dense
+from paceline.layers.rope import inverse_frequencies
 from paceline.models.decoder import Decoder
 from paceline.models.layout import lay_out
 from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
@@ -20,6 +21,7 @@ from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
+from tests.checkpoint.gguf_writing import write_gguf
 from tests.tiny import FAMILIES, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -62,6 +64,33 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
     ids = torch.randint(3, VOCAB, (90,))
     found = paged_logits(load(tmp_path), ids, [40, 1, 5, 1, 43])
     torch.testing.assert_close(found, reference(ids[None]).logits[0], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_of_a_gguf_equal_transformers_on_the_same_weights(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    """The reference gets the dequantised tensors, so that only our own reading is judged."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # blocks of 32
+    reference = save_tiny(tmp_path / "hf", family, **sizes)
+    path = tmp_path / "tiny.gguf"
+    factors = rope_factors(reference) if family == "llama-tied-rope3" else None
+    write_gguf(path, reference, kind=kind, rope_factors=factors)
+    weights = open_weights(locate(str(path)))
+    stored = {n: weights.load(n).float() for n in reference.state_dict() if n in weights.names()}
+    reference.load_state_dict(stored, strict=False)
+    reference.tie_weights()
+    ids = torch.randint(3, VOCAB, (60,))
+    found = paged_logits(load(path), ids, [40, 1, 19])
+    torch.testing.assert_close(found, reference(ids[None]).logits[0], rtol=1e-5, atol=1e-4)
+
+
+def rope_factors(model: Any) -> Any:
+    """What llama.cpp's converter stores for llama3 scaling: plain over scaled frequencies."""
+    plain = inverse_frequencies(model.config.head_dim, 10000.0)
+    return (plain / model.model.rotary_emb.inv_freq).numpy()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

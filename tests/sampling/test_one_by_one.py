@@ -185,3 +185,24 @@ def test_no_stop_token_comes_before_min_tokens(temperature: float, k: int, min_t
         assert len(out.tokens) == min_tokens + 1
         assert not {EOS, 7} & set(out.tokens[:-1])
         assert out.tokens[-1] in (EOS, 7)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_bad_words_hold_when_they_begin_in_the_drafts(temperature: float, k: int) -> None:
+    words = ((4, 5), (5, 6), (6, 6, 4), (5, 4, 4, 6))
+    params: dict[str, Any] = {"allowed_token_ids": [4, 5, 6], "temperature": temperature}
+    batch = [request([1 + i, 4], bad_words=words, seed=i, **params) for i in range(8)]
+    model = NoiseModel(VOCAB, 3)
+    wanted = [one_by_one(r, model) for r in batch]
+    drafter = oracle(wanted, [2] * len(batch), seed=k)
+
+    def within(i: int, history: list[int], k: int) -> list[int]:
+        return [draft if draft in (4, 5, 6) else 5 for draft in drafter(i, history, k)]
+
+    for out, one in zip(Simulation(batch, model).run(k, within), wanted, strict=True):
+        assert_same(out, one)
+        said = [4, *out.tokens]
+        for word in words:
+            pieces = [tuple(said[i : i + len(word)]) for i in range(len(said))]
+            assert word not in pieces

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import paceline.sampling.verify
+from paceline.kernels.sampling import Knobs, distributions
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.sampling.params import pack_bits
-from paceline.sampling.verify import Accepted, AcceptRules, Tail, synthetic_rates, verify
+from paceline.sampling.verify import (
+    ROWS_AT_ONCE,
+    Accepted,
+    AcceptRules,
+    Tail,
+    synthetic_rates,
+    verify,
+)
 from paceline.sampling.window import Window
 from paceline.state.slots import LOGPROBS, MIN_TOKENS, PENALTIES, Slots
 from tests.sampling.simulation import NoiseModel, Simulation
@@ -164,6 +173,30 @@ def test_greedy_row_accepts_a_sampled_draft_only_if_it_is_the_best_token() -> No
     accepted = check(logits, window_of([[best[0]], [(best[2] + 1) % VOCAB]]), slots)
     assert accepted.num_accepted_B.tolist() == [1, 0]
     assert accepted.token_BW[1, 0] == best[2]
+
+
+@pytest.mark.trap("E9")
+def test_rejection_holds_few_distributions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, k = 100, 4
+    slots = fresh_slots(batch, temperature=1.0, draft_vocab_size=VOCAB)
+    slots.drafts_onehot_S.fill_(False)
+    assert slots.draft_probs_SKV is not None
+    slots.draft_probs_SKV.fill_(1 / VOCAB)
+    window = window_of([[1, 2, 3, 4]] * batch)
+    logits = some_logits(batch * (k + 1))
+    rows_at_once = []
+
+    def recorded(logits_NV: Tensor, knobs: Knobs) -> Tensor:
+        rows_at_once.append(len(logits_NV))
+        return distributions(logits_NV, knobs)
+
+    monkeypatch.setattr(paceline.sampling.verify, "distributions", recorded)
+    accepted = check(logits, window, slots)
+    assert sum(rows_at_once) == batch * k
+    assert max(rows_at_once) == ROWS_AT_ONCE
+    monkeypatch.setattr(paceline.sampling.verify, "ROWS_AT_ONCE", batch * k)
+    at_once = check(logits, window, slots)
+    assert torch.equal(accepted.token_BW, at_once.token_BW)
 
 
 def test_sample_does_not_depend_on_its_neighbours() -> None:

@@ -134,7 +134,7 @@ class FakeClient:
     def last(self) -> Asked:
         return self.asked[-1]
 
-    def await_asked(self, count: int, within_s: float = 10.0) -> None:
+    def await_asked(self, count: int, within_s: float = 30.0) -> None:
         wait_for(lambda: len(self.asked) >= count, within_s)
 
     # ---- the face
@@ -220,7 +220,7 @@ class FakeClient:
         os.write(self._write_fd, b"!")
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     give_up_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up_s, "it did not happen in time"

@@ -55,7 +55,7 @@ class Served:
         body: bytes | str | None = None,
         headers: dict[str, str] | None = None,
     ) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {**self.headers, **(headers or {})})
             response = connection.getresponse()

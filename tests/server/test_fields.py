@@ -293,6 +293,11 @@ def test_max_completion_tokens_is_the_new_name_of_max_tokens() -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": -3, "logprobs": True}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"echo": True}, "echo"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),

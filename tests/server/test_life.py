@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -11,97 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.server.fake_client import wait_for
-
-ROOT = Path(__file__).parents[2]
-
-
-class Process:
-    """`serve_echo` running."""
-
-    def __init__(self, behaviour: str, *, max_files: int | None = None, **options: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        arguments = [behaviour, json.dumps({"port": self.port, **options})]
-        self.log = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "tests.server.serve_echo", *arguments]
-        if max_files is not None:
-            command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
-        self.popen = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=self.log,  # a pipe that nobody reads would fill up and stop the server
-            text=True,
-        )
-        assert self.popen.stdout is not None
-        assert self.popen.stdout.readline() == "loading\n"
-        self.engine_pids: list[int] = []
-
-    def await_ready(self) -> str:
-        """The URL and the command that were printed; notes the engine's process."""
-        assert self.popen.stdout is not None
-        url = self.popen.stdout.readline().strip()
-        assert url == f"http://127.0.0.1:{self.port}"
-        return self.popen.stdout.readline().strip()
-
-    def find_engine(self) -> None:
-        children = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
-        self.engine_pids = [int(pid) for c in children for pid in c.read_text().split()]
-        assert len(self.engine_pids) == 1
-
-    def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        try:
-            connection.request(method, path, json.dumps(fields) if fields else None)
-            reply = connection.getresponse()
-            headers = {name.lower(): value for name, value in reply.getheaders()}
-            return reply.status, headers, reply.read()
-        finally:
-            connection.close()
-
-    def open_stream(self, **fields: Any) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request("POST", "/v1/completions", json.dumps({"stream": True, **fields}))
-        return connection.getresponse()
-
-    def await_exit(self, within_s: float) -> tuple[int, str]:
-        """(exit code, stderr); asserts that it left in time and that no engine stayed."""
-        self.popen.wait(within_s)
-        for pid in self.engine_pids:
-            wait_for(lambda pid=pid: not is_running(pid), 2.0)  # type: ignore[misc]
-        self.log.seek(0)
-        return self.popen.returncode, self.log.read()
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    return False
-
-
-@contextlib.contextmanager
-def running(
-    behaviour: str = "", *, wait: bool = True, max_files: int | None = None, **options: Any
-) -> Iterator[Process]:
-    process = Process(behaviour, max_files=max_files, **options)
-    try:
-        if wait:
-            process.await_ready()
-            process.find_engine()
-        yield process
-    finally:
-        process.popen.kill()
-        process.popen.communicate()
-        process.log.close()
+from tests.server.processes import ROOT, running
 
 
 def text_of(body: bytes) -> str:
@@ -136,7 +50,7 @@ def test_a_signal_drains_what_runs_and_refuses_what_comes(number: signal.Signals
         body = first + stream.read()
         assert text_of(body) == "abc" * 20
         assert body.endswith(b"data: [DONE]\n\n")
-        code, _ = process.await_exit(5)
+        code, _ = process.await_exit(30)
         assert code == 0
 
 
@@ -147,7 +61,7 @@ def test_the_drain_has_a_limit_and_those_cut_off_are_told() -> None:
         process.popen.terminate()
         body = stream.read()
         assert b'"code":"not_ready"' in body
-        code, said = process.await_exit(5)
+        code, said = process.await_exit(30)
         assert code == 0
         assert "Traceback" not in said
 
@@ -160,8 +74,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
         wait_for(lambda: process.request("GET", "/readyz")[0] == 503)
         began = time.monotonic()
         process.popen.send_signal(signal.SIGINT)
-        code, said = process.await_exit(5)
-        assert time.monotonic() - began < 2.0
+        code, said = process.await_exit(30)
+        assert time.monotonic() - began < 5.0
         assert code == 130
         assert "Traceback" not in said
         stream.close()
@@ -169,11 +83,11 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 def test_a_signal_to_an_idle_server_ends_it_with_0() -> None:
     with running() as process:
-        idle = http.client.HTTPConnection("127.0.0.1", process.port, timeout=20)
+        idle = http.client.HTTPConnection("127.0.0.1", process.port, timeout=60)
         idle.request("GET", "/health")
         idle.getresponse().read()
         process.popen.terminate()
-        assert process.await_exit(5)[0] == 0
+        assert process.await_exit(30)[0] == 0
         idle.close()
 
 
@@ -185,15 +99,15 @@ def test_a_signal_while_loading_ends_it_and_leaves_no_engine(number: signal.Sign
         process.find_engine()
         began = time.monotonic()
         process.popen.send_signal(number)
-        code, said = process.await_exit(5)
-        assert time.monotonic() - began < 2.0
+        code, said = process.await_exit(30)
+        assert time.monotonic() - began < 5.0
         assert code == 0
         assert "Traceback" not in said
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason() -> None:
     with running("refuse=folder", wait=False) as process:
-        code, said = process.await_exit(10)
+        code, said = process.await_exit(60)
         assert code == 1
         assert "folder is no checkpoint" in said
 
@@ -207,7 +121,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             check=False,
         )
     assert done.returncode == 1
@@ -222,6 +136,6 @@ def test_a_killed_engine_ends_streams_with_the_reason_and_the_server_with_1() ->
         os.kill(process.engine_pids[0], signal.SIGKILL)
         body = stream.read()
         assert b'"code":"engine_dead"' in body
-        code, said = process.await_exit(5)
+        code, said = process.await_exit(30)
         assert code == 1
         assert "SIGKILL" in said

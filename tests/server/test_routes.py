@@ -229,7 +229,7 @@ def test_a_chunked_body_over_the_limit_is_a_413_and_the_connection_lives(
     client: FakeClient,
 ) -> None:
     with serving(client, max_request_bytes=1000) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         chunks = iter([b'{"prompt": "', b"x" * 600, b"x" * 600, b"x" * 100_000, b'"}'])
         connection.request("POST", "/v1/completions", chunks, encode_chunked=True)
         response = connection.getresponse()
@@ -255,7 +255,7 @@ def test_a_body_that_does_not_come_is_a_408(
 ) -> None:
     monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 0.05)
     with serving(client) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("Content-Length", "100")
         connection.endheaders(b'{"prompt"')

@@ -212,7 +212,7 @@ def test_a_dead_engine_ends_streams_with_an_event_and_then_answers_503() -> None
 def open_stream(server: Served, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     """A response whose body has not been read."""
     fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", path, json.dumps({"stream": True, **fields}))
     # The status line comes with the first token.
     return Stream(connection)
@@ -278,7 +278,7 @@ def test_every_prompt_of_a_request_is_aborted() -> None:
         reader.close()
         reader = open_stream(server, "/v1/completions", prompt=["a", "b", "c"])
         reader.close()
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps({"prompt": ["a", "b", "c"]}))
         client.await_asked(3)
         connection.close()

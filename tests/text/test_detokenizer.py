@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint.source import ModelFiles
@@ -227,7 +227,9 @@ def test_the_first_token_keeps_its_space_behind_a_prompt(piece_tokenizer: Tokeni
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text("ab é東😀", min_size=1, max_size=12), cut=st.integers(0, 12))
+@given(text=st.text("ab é東😀", min_size=1, max_size=12), cut=st.integers(0, 30))
+@example(text="aa東 😀😀😀", cut=8)
+@example(text="😀😀😀😀😀😀", cut=18)
 def test_prompt_and_output_together_decode_to_the_text(
     byte_tokenizer: Tokenizer, piece_tokenizer: Tokenizer, text: str, cut: int
 ) -> None:
@@ -252,6 +254,26 @@ def test_a_long_run_of_broken_utf8_costs_no_more_per_token(byte_tokenizer: Token
     assert time.perf_counter() - start < 2.0  # decoding everything again each time takes 10 s
     assert len(shown) > 3900
     assert shown + detokenizer.push([], True).text == "\ufffd" * 4000
+
+
+@pytest.mark.parametrize("broken", [b"\xff", b"\xe2\x82", b"\xe2\x82\xac\xff", b"\xff" * 40])
+def test_the_token_behind_broken_bytes_keeps_its_space(
+    piece_tokenizer: Tokenizer, broken: bytes
+) -> None:
+    word = piece_tokenizer.encode("the the", add_special_tokens=False)[-1]
+    first = piece_tokenizer.backend.token_to_id("<0x00>")
+    assert first is not None
+    ids = [word, *(first + b for b in broken), word, word]
+    for size in (1, 3, 100):
+        shown = run(Detokenizer(piece_tokenizer, prompt_ids=[]), chunks(ids, [size])).text
+        assert shown.startswith("the")
+        assert shown.endswith("\ufffd the the")
+
+
+def test_the_token_behind_many_special_tokens_keeps_its_space(piece_tokenizer: Tokenizer) -> None:
+    word = piece_tokenizer.encode("the the", add_special_tokens=False)[-1]
+    ids = [word, *[2] * 50, word]
+    assert run(Detokenizer(piece_tokenizer, prompt_ids=[]), chunks(ids, [1])).text == "the the"
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_text(byte_tokenizer: Tokenizer) -> None:

@@ -1,0 +1,238 @@
+"""Paceline, transformers and llama.cpp on this CPU, in one run, taking turns.
+
+Every contender lives in its own process and is idle while another one works. A round asks each
+of them the same thing; figures are medians over rounds, ratios are taken round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.peers.cases import EDIT_TOKENS, OURS, Case, cases, choose, entries
+from bench.peers.contender import Contender, Entry, Runs
+from bench.peers.job import Job, Timing
+from bench.peers.machine import CpuClock, idle_share
+from bench.peers.prompts import Prompts
+from bench.peers.verdict import Row, Spread, judge, same_answers, table
+from paceline.checkpoint.source import locate
+from paceline.commands.report import cpu_name, machine
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu"
+QUICK_ROUNDS = 2
+IDLE_S = 1.0
+BUSY = 0.05  # cores: more than this, idle contenders or neighbours disturb the figures
+
+
+@dataclass
+class Result:
+    """The rounds of one case."""
+
+    case: Case
+    values: dict[str, list[float]] = field(default_factory=dict)
+    # Of the last round: what came out, and how the drafts fared.
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def take(self, name: str, timings: Sequence[Timing]) -> None:
+        self.values.setdefault(name, []).append(self.case.measure(timings))
+        self.answers[name] = [ids for timing in timings for ids in timing.token_ids]
+        names = ("num_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+        self.counts[name] = {n: sum(getattr(t, n) for t in timings) for n in names}
+
+    def rows(self) -> list[Row]:
+        found = [judge(bar, self.values) for bar in self.case.bars]
+        return [row for row in found if row is not None]
+
+    def record(self) -> dict[str, Any]:
+        contenders = {
+            name: {**asdict(Spread.of(values)), "values": values, "counts": self.counts[name]}
+            for name, values in self.values.items()
+        }
+        rows = [{**row.record(), "same_answers": self._same(row)} for row in self.rows()]
+        return {
+            "name": self.case.name,
+            "title": self.case.title,
+            "unit": self.case.unit,
+            "contenders": contenders,
+            "rows": rows,
+        }
+
+    def _same(self, row: Row) -> str:
+        return same_answers(self.answers[row.bar.ours], self.answers[row.theirs])
+
+    def cells(self) -> list[list[str]]:
+        return [
+            [
+                self.case.name,
+                f"{row.bar.ours} {row.ours_median:.1f}",
+                f"{row.theirs} {row.theirs_median:.1f}",
+                row.ratio.text(3),
+                row.bar.limit_text(row.bar.must),
+                row.bar.limit_text(row.bar.reach),
+                row.verdict,
+                self._same(row),
+            ]
+            for row in self.rows()
+        ]
+
+    def draft_lines(self) -> list[str]:
+        lines = []
+        for name, count in self.counts.items():
+            if count["num_draft_tokens"]:
+                rate = count["num_accepted_tokens"] / count["num_draft_tokens"]
+                text = f"{self.case.name}: {name}: {rate:.0%} of the drafts accepted"
+                if count["num_steps"]:
+                    text += f", {count['num_tokens'] / count['num_steps']:.2f} tokens per step"
+                lines.append(text)
+        return lines
+
+
+HEAD = ["case", "ours", "theirs", "ratio (min..max)", "must", "reach", "verdict", "same answers"]
+
+
+def run_case(
+    case: Case, contenders: Mapping[str, Runs], prompts: Prompts, rounds: int, quick: bool
+) -> Result:
+    """Warm everybody up, then rounds. Odd rounds go backwards, so that nobody is always first."""
+    present = [(name, contenders[name]) for name in case.contenders if name in contenders]
+    warm_up = case.jobs(prompts, rounds, quick)[0]  # the shape of a round, prompts of none
+    for _, contender in present:
+        contender.run(warm_up)
+    result = Result(case)
+    for number in range(rounds):
+        order = present if number % 2 == 0 else present[::-1]
+        timings: dict[str, list[Timing]] = {name: [] for name, _ in present}
+        for job in case.jobs(prompts, number, quick):
+            for name, contender in order:
+                timings[name].append(contender.run(job))
+        for name, found in timings.items():
+            result.take(name, found)
+    return result
+
+
+def answer_lengths(contender: Runs, prompts: Prompts) -> list[int]:
+    """How long Paceline's own greedy answers are: the same work for everybody, no tail after the
+    end of an answer."""
+    jobs = [Job([ids], [EDIT_TOKENS], ignore_eos=False) for ids in prompts.edit]
+    return [contender.run(job).num_tokens for job in jobs]
+
+
+def start(
+    wanted: Sequence[str], known: Mapping[str, Entry], stack: ExitStack
+) -> dict[str, Contender]:
+    """The contenders that can run here, closed with `stack`; says who cannot and why."""
+    started: dict[str, Contender] = {}
+    for name in wanted:
+        entry = known.get(name)
+        reason = "needs a GGUF with real weights" if entry is None else entry.why_not()
+        if entry is None or reason is not None:
+            print(f"without {name}: {reason}")
+            continue
+        started[name] = Contender(entry)
+        stack.callback(started[name].close)
+        print(f"ready: {name}: {started[name].about.description}", flush=True)
+    return started
+
+
+def idle_shares(contenders: Mapping[str, Contender]) -> dict[str, float]:
+    shares = {name: round(idle_share(c.pid, IDLE_S), 3) for name, c in contenders.items()}
+    for name, share in shares.items():
+        if share > BUSY:
+            print(f"warning: {name} is idle and keeps {share:.2f} cores busy")
+    return shares
+
+
+def run(args: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """The whole benchmark, as the record that is written."""
+    options = {"model": args.model, "load_format": args.load_format}
+    engine: dict[str, object] = {name: value for name, value in options.items() if value}
+    files = locate(args.model, load_format=args.load_format or "auto")
+    if args.load_format == "dummy":
+        engine["skip_tokenizer_init"] = True
+    chosen = choose(cases(threads), args.only)
+    prompts = Prompts(files)
+    known = entries(files, engine, threads)
+    wanted = list(dict.fromkeys(name for case in chosen for name in case.contenders))
+    results: list[Result] = []
+    with ExitStack() as stack:
+        contenders = start(wanted, known, stack)
+        idle = idle_shares(contenders)
+        clock = CpuClock()
+        for case in chosen:
+            if case.name in ("n-gram", "lookup.edit") and not prompts.edit_lengths:
+                prompts.edit_lengths = answer_lengths(contenders[OURS], prompts)
+            rounds = args.rounds or (QUICK_ROUNDS if args.quick else case.rounds)
+            print(f"{case.name}: {rounds} rounds", flush=True)
+            results.append(run_case(case, contenders, prompts, rounds, args.quick))
+        shares = clock.shares()
+    show(results, shares)
+    return {
+        "bench": "cpu_peers",
+        "quick": args.quick,
+        "threads": threads,
+        "model": files.name,
+        "machine": machine(),
+        "busy_cores": shares,
+        "idle_cores": idle,
+        "contenders": {name: asdict(c.about) for name, c in contenders.items()},
+        "cases": [result.record() for result in results],
+    }
+
+
+def show(results: Sequence[Result], shares: Mapping[str, float]) -> None:
+    cells = [line for result in results for line in result.cells()]
+    print()
+    if cells:
+        print(table([HEAD, *cells]))
+    for result in results:
+        print(f"{result.case.name} [{result.case.unit}]: {result.case.title}")
+    for line in (line for result in results for line in result.draft_lines()):
+        print(line)
+    if shares["others"] > BUSY:
+        print(f"warning: other programs kept {shares['others']:.2f} cores busy; measure again")
+
+
+def default_file(threads: int) -> Path:
+    """Named by what was measured on, never by whose machine it is."""
+    cpu = re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\(\w+\)", "", cpu_name().lower())).strip("-")
+    return RESULTS / f"{cpu}-{threads}-threads.json"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = ", ".join(dict.fromkeys(case.name.partition(".")[0] for case in cases(2)))
+    parser.add_argument("--only", action="append", default=[], metavar="CASE", help=names)
+    parser.add_argument("--rounds", type=int, help="rounds of every case")
+    parser.add_argument(
+        "--quick", action="store_true", help="two short rounds: does it run, not how fast"
+    )
+    parser.add_argument("--threads", type=int, help="of every contender; default all cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default only for a full run")
+    parser.add_argument("--model", default="", help="as for `paceline serve`")
+    parser.add_argument("--load-format", default=None, help="dummy measures Paceline alone")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    threads = args.threads or len(os.sched_getaffinity(0))
+    record = run(args, threads)
+    is_full = not (args.quick or args.only or args.rounds or args.model)
+    file = args.json or (default_file(threads) if is_full else None)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""`serve_echo` as a process: started, asked, and watched until it and its engine are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tests.server.fake_client import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """`serve_echo` running."""
+
+    def __init__(
+        self, behaviour: str, log: IO[str], *, max_files: int | None = None, **options: Any
+    ) -> None:
+        self.log = log
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        arguments = [behaviour, json.dumps({"port": self.port, **options})]
+        command = [sys.executable, "-m", "tests.server.serve_echo", *arguments]
+        if max_files is not None:
+            command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
+        self.popen = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self.log,  # a pipe that nobody reads would fill up and stop the server
+            text=True,
+        )
+        assert self.popen.stdout is not None
+        assert self.popen.stdout.readline() == "loading\n"
+        self.engine_pids: list[int] = []
+
+    def await_ready(self) -> str:
+        """The URL and the command that were printed; notes the engine's process."""
+        assert self.popen.stdout is not None
+        url = self.popen.stdout.readline().strip()
+        assert url == f"http://127.0.0.1:{self.port}"
+        return self.popen.stdout.readline().strip()
+
+    def find_engine(self) -> None:
+        children = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
+        self.engine_pids = [int(pid) for c in children for pid in c.read_text().split()]
+        assert len(self.engine_pids) == 1
+
+    def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, json.dumps(fields) if fields else None)
+            reply = connection.getresponse()
+            headers = {name.lower(): value for name, value in reply.getheaders()}
+            return reply.status, headers, reply.read()
+        finally:
+            connection.close()
+
+    def open_stream(self, **fields: Any) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps({"stream": True, **fields}))
+        return connection.getresponse()
+
+    def await_exit(self, within_s: float) -> tuple[int, str]:
+        """(exit code, stderr); asserts that it left in time and that no engine stayed."""
+        self.popen.wait(within_s)
+        for pid in self.engine_pids:
+            wait_for(lambda pid=pid: not is_running(pid), 5.0)  # type: ignore[misc]
+        self.log.seek(0)
+        return self.popen.returncode, self.log.read()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+@contextlib.contextmanager
+def running(
+    behaviour: str = "", *, wait: bool = True, max_files: int | None = None, **options: Any
+) -> Iterator[Process]:
+    with tempfile.TemporaryFile("w+") as log:
+        process = Process(behaviour, log, max_files=max_files, **options)
+        try:
+            if wait:
+                process.await_ready()
+                process.find_engine()
+            yield process
+        finally:
+            process.popen.kill()
+            process.popen.communicate()
