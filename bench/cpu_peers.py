@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.peers.cases import EDIT_TOKENS, OURS, Case, cases, choose, entries
 from bench.peers.contender import Contender, Entry, Runs
-from bench.peers.job import Job, Timing
+from bench.peers.job import About, Job, Timing
 from bench.peers.machine import CpuClock, idle_share
 from bench.peers.prompts import Prompts
 from bench.peers.verdict import Row, Spread, judge, same_answers, table
@@ -40,6 +40,7 @@ class Result:
     # Of the last round: what came out, and how the drafts fared.
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    busy_cores: dict[str, float] = field(default_factory=dict)  # by us, by others
 
     def take(self, name: str, timings: Sequence[Timing]) -> None:
         self.values.setdefault(name, []).append(self.case.measure(timings))
@@ -61,6 +62,7 @@ class Result:
             "name": self.case.name,
             "title": self.case.title,
             "unit": self.case.unit,
+            "busy_cores": self.busy_cores,
             "contenders": contenders,
             "rows": rows,
         }
@@ -107,6 +109,7 @@ def run_case(
     for _, contender in present:
         contender.run(warm_up)
     result = Result(case)
+    clock = CpuClock()
     for number in range(rounds):
         order = present if number % 2 == 0 else present[::-1]
         timings: dict[str, list[Timing]] = {name: [] for name, _ in present}
@@ -115,6 +118,7 @@ def run_case(
                 timings[name].append(contender.run(job))
         for name, found in timings.items():
             result.take(name, found)
+    result.busy_cores = clock.shares()
     return result
 
 
@@ -127,19 +131,22 @@ def answer_lengths(contender: Runs, prompts: Prompts) -> list[int]:
 
 def start(
     wanted: Sequence[str], known: Mapping[str, Entry], stack: ExitStack
-) -> dict[str, Contender]:
-    """The contenders that can run here, closed with `stack`; says who cannot and why."""
-    started: dict[str, Contender] = {}
+) -> tuple[dict[str, Contender], dict[str, About]]:
+    """The contenders that can run here, ready, closed with `stack`; says who cannot and why."""
+    contenders: dict[str, Contender] = {}
     for name in wanted:
         entry = known.get(name)
         reason = "needs a GGUF with real weights" if entry is None else entry.why_not()
         if entry is None or reason is not None:
             print(f"without {name}: {reason}")
             continue
-        started[name] = Contender(entry)
-        stack.callback(started[name].close)
-        print(f"ready: {name}: {started[name].about.description}", flush=True)
-    return started
+        contenders[name] = Contender(entry)
+        stack.callback(contenders[name].close)
+    about = {}
+    for name, contender in contenders.items():
+        about[name] = contender.wait()
+        print(f"ready: {name}: {about[name].description}", flush=True)
+    return contenders, about
 
 
 def idle_shares(contenders: Mapping[str, Contender]) -> dict[str, float]:
@@ -163,31 +170,28 @@ def run(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     wanted = list(dict.fromkeys(name for case in chosen for name in case.contenders))
     results: list[Result] = []
     with ExitStack() as stack:
-        contenders = start(wanted, known, stack)
+        contenders, about = start(wanted, known, stack)
         idle = idle_shares(contenders)
-        clock = CpuClock()
         for case in chosen:
             if case.name in ("n-gram", "lookup.edit") and not prompts.edit_lengths:
                 prompts.edit_lengths = answer_lengths(contenders[OURS], prompts)
             rounds = args.rounds or (QUICK_ROUNDS if args.quick else case.rounds)
             print(f"{case.name}: {rounds} rounds", flush=True)
             results.append(run_case(case, contenders, prompts, rounds, args.quick))
-        shares = clock.shares()
-    show(results, shares)
+    show(results)
     return {
         "bench": "cpu_peers",
         "quick": args.quick,
         "threads": threads,
         "model": files.name,
         "machine": machine(),
-        "busy_cores": shares,
         "idle_cores": idle,
-        "contenders": {name: asdict(c.about) for name, c in contenders.items()},
+        "contenders": {name: asdict(what) for name, what in about.items()},
         "cases": [result.record() for result in results],
     }
 
 
-def show(results: Sequence[Result], shares: Mapping[str, float]) -> None:
+def show(results: Sequence[Result]) -> None:
     cells = [line for result in results for line in result.cells()]
     print()
     if cells:
@@ -196,8 +200,9 @@ def show(results: Sequence[Result], shares: Mapping[str, float]) -> None:
         print(f"{result.case.name} [{result.case.unit}]: {result.case.title}")
     for line in (line for result in results for line in result.draft_lines()):
         print(line)
-    if shares["others"] > BUSY:
-        print(f"warning: other programs kept {shares['others']:.2f} cores busy; measure again")
+    for result in results:
+        if (others := result.busy_cores["others"]) > BUSY:
+            print(f"warning: {result.case.name}: others kept {others:.2f} cores busy; run it again")
 
 
 def default_file(threads: int) -> Path:

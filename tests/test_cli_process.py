@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.architecture.source_tree import ROOT
+from tests.server.processes import processes_of
 
 PACELINE = [sys.executable, "-m", "paceline"]
 
@@ -17,20 +18,6 @@ PACELINE = [sys.executable, "-m", "paceline"]
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*PACELINE, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def processes_of(group: int) -> list[int]:
-    """The living processes of a process group."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            after_name = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue  # gone meanwhile
-        state, _, its_group = after_name[:3]
-        if int(its_group) == group and state != "Z":
-            found.append(int(folder.name))
-    return found
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:

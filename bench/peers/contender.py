@@ -51,7 +51,7 @@ class ContenderFailed(RuntimeError):
 
 
 class Contender:
-    """A started contender. `about` is there once it is ready."""
+    """A contender's process. It loads on its own; `wait` returns when it is ready."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -62,11 +62,10 @@ class Contender:
         )
         self._process.start()
         theirs.close()
-        try:
-            self.about = cast(About, self._receive())
-        except BaseException:
-            self.close()
-            raise
+
+    def wait(self) -> About:
+        """What it is; once, before the first job."""
+        return cast(About, self._receive())
 
     @property
     def pid(self) -> int:

@@ -68,7 +68,5 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     num_rows, width = gate_up_TI.shape
     width //= 2
     out_TI = torch.empty(num_rows, width)
-    _launch(
-        team.address, _GATE_ROWS, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width
-    )
+    _launch(team.address, _GATE_ROWS, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width)
     return out_TI

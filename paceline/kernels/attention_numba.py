@@ -31,7 +31,6 @@ from paceline.kernels.numba_simd import (
     load_i64,
     mul,
     packed,
-    prefetch,
     splat,
     store,
     store_f32,
@@ -88,28 +87,16 @@ def _clear(target: int, size: int) -> None:
 
 
 @jit
-def _prefetch(address: int, size: int) -> None:
-    for i in range(0, size, 64):
-        prefetch(address + i)
-
-
-@jit
 def _transpose_keys(
-    scratch: int, kv: tuple[int, int], pages: tuple[int, int, int], begin: int, end: int
+    scratch: int, keys: int, pages: tuple[int, int, int], begin: int, end: int
 ) -> None:
     """Keys of positions begin..end, 32 positions side by side for each number of the head.
 
     Lanes past the end hold whatever is there; their scores are never used.
     """
-    keys, values = kv
     _, page_size, size = pages
     for position in range(begin, end, 16):
-        at = _position_bytes(pages, position)
-        source = keys + at
-        # The values are needed after the last key, the keys two turns from now.
-        _prefetch(values + at, 64 * size)
-        if position + 32 < end:
-            _prefetch(keys + _position_bytes(pages, position + 32), 64 * size)
+        source = keys + _position_bytes(pages, position)
         if page_size % 16 != 0:
             for i in range(min(16, end - position)):
                 at = keys + _position_bytes(pages, position + i)
@@ -174,7 +161,7 @@ def _weigh_values(
     width: int,
 ) -> None:
     """partial[count, size] = weights[count, width] values[width, size], run by run of pages."""
-    table, page_size, size = pages
+    _, page_size, size = pages
     padded = -(-size // 32) * 32
     _clear(scratch + _PARTIAL, count * padded)
     done = 0
@@ -302,7 +289,7 @@ def _attend_tile(
     num_rows = num_queries * group_size
     end = first_position + num_queries
     for begin in range(0, end, _SPAN):
-        _transpose_keys(scratch, kv, pages, begin, min(begin + _SPAN, end))
+        _transpose_keys(scratch, kv[0], pages, begin, min(begin + _SPAN, end))
         # Rows before this one end before the span begins.
         row = max(0, begin - first_position) * group_size
         while row < num_rows:

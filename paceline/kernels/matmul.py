@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 PANEL = 32
 BLOCK = 32  # inputs that share a scale, in the quantised kinds
 
+# Storage of a panel. q4: per block and output an fp16 scale and offset, then two inputs per byte;
+# q8: an fp16 scale, then a signed byte per input; the others: plain numbers.
 Kind = Literal["q4", "q8", "f16", "bf16", "f32"]
-# Bytes of one block of inputs (quantised) or of one input, for 32 outputs.
-# q4: fp16 scale and offset, then two inputs per byte; q8: fp16 scale, then a signed byte each.
 _DTYPES: dict[Kind, torch.dtype] = {
     "f16": torch.float16,
     "bf16": torch.bfloat16,
@@ -84,6 +84,7 @@ def matmul(x_TD: Tensor, weight: PanelWeight) -> Tensor:
 def unpack(weight: PanelWeight) -> Tensor:
     """The weights as fp32 [N, D]."""
     data, num_inputs = weight.data, weight.num_inputs
+    panels: Tensor
     if weight.kind in _DTYPES:
         panels = data.view(_DTYPES[weight.kind]).unflatten(1, (num_inputs, PANEL)).float()
     else:
@@ -98,11 +99,13 @@ def unpack(weight: PanelWeight) -> Tensor:
             numbers = torch.cat((pairs & 15, pairs >> 4), dim=3).flatten(2, 3)
             panels = numbers * scale + offset
         panels = panels.flatten(1, 2)  # [P, D, 32]
-    return panels.transpose(1, 2).flatten(0, 1)[: weight.num_outputs]
+    rows: Tensor = panels.transpose(1, 2).flatten(0, 1)
+    return rows[: weight.num_outputs]
 
 
 def _panels(rows: Tensor) -> Tensor:
-    return pad(rows, (0, 0, 0, -len(rows) % PANEL)).unflatten(0, (-1, PANEL))
+    panels: Tensor = pad(rows, (0, 0, 0, -len(rows) % PANEL)).unflatten(0, (-1, PANEL))
+    return panels
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:

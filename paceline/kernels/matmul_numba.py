@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.kernels.matmul import PANEL, Kind, PanelWeight
 from paceline.kernels.numba_jit import c_function, jit
 from paceline.kernels.numba_simd import call_at, load, load_i64, packed, store
-from paceline.kernels.numba_team import run_tiles, team
+from paceline.kernels.numba_team import num_threads, run_tiles, team
 from paceline.kernels.numba_tile import (
     ADD_PRODUCT,
     BFLOAT,
@@ -34,8 +34,11 @@ _CODES: dict[Kind, int] = {"q4": Q4, "q8": Q8, "f16": HALF, "bf16": BFLOAT, "f32
 _BLOCK_INPUTS = {kind: BLOCK_INPUTS[code] for kind, code in _CODES.items()}
 # Rows that multiply weights while these are decoded, MOST_ROWS at a time.
 _DIRECT_ROWS = 36
-# Inputs decoded at once for more rows: 128 KiB of fp32, which stay in the second-level cache.
-_SLAB = 1024
+# For more rows, inputs and panels that are decoded at once: 12 rows of as many inputs stay in the
+# first-level cache while they meet the panels, and these in the second.
+_SLAB = 768
+_MOST_PANELS = 4
+_PANEL_BYTES = 4 * PANEL * _SLAB
 # Tiles of a product with few rows: so many that threads finish together.
 _TILES = 32
 
@@ -44,58 +47,42 @@ def _body(code: int) -> Callable[[int, int, int], None]:
     """The tile function of one kind of weights. Arguments: see `_launch`."""
     block_bytes, block_inputs = BLOCK_BYTES[code], BLOCK_INPUTS[code]
     slab = _SLAB // block_inputs
-    rows1, rows2, rows4, rows6, rows8, rows12 = (code * 100 + n for n in (1, 2, 4, 6, 8, 12))
 
     def product(arguments: int, tile: int, scratch: int) -> None:
         add_product = load_i64(arguments)
-        x, x_stride, num_rows = (
-            load_i64(arguments + 8),
-            load_i64(arguments + 16),
-            load_i64(arguments + 24),
-        )
+        x, x_stride = load_i64(arguments + 8), load_i64(arguments + 16)
+        num_rows = load_i64(arguments + 24)
         data, num_blocks = load_i64(arguments + 32), load_i64(arguments + 40)
-        bias, out, out_stride = (
-            load_i64(arguments + 48),
-            load_i64(arguments + 56),
-            load_i64(arguments + 64),
-        )
+        bias = load_i64(arguments + 48)
+        out, out_stride = load_i64(arguments + 56), load_i64(arguments + 64)
         num_panels, per_tile = load_i64(arguments + 72), load_i64(arguments + 80)
         first = tile * per_tile
-        for panel in range(first, min(first + per_tile, num_panels)):
-            columns = data + panel * num_blocks * block_bytes
-            bias_at, out_at = bias + panel * 128, out + panel * 128
-            if num_rows <= _DIRECT_ROWS:
+        last = min(first + per_tile, num_panels)
+        panel_bytes = num_blocks * block_bytes
+        if num_rows <= _DIRECT_ROWS:
+            for panel in range(first, last):
+                columns, bias_at = data + panel * panel_bytes, bias + 128 * panel
                 for row in range(0, num_rows, MOST_ROWS):
-                    count, x_at = min(MOST_ROWS, num_rows - row), x + row * x_stride
-                    to = out_at + row * out_stride
-                    numbers = (
-                        x_at, x_stride, count, columns, num_blocks, bias_at, to, out_stride
-                    )  # fmt: skip
-                    if count == 1:
-                        coded_product(rows1, numbers)
-                    elif count == 2:
-                        coded_product(rows2, numbers)
-                    elif count <= 4:
-                        coded_product(rows4, numbers)
-                    elif count <= 6:
-                        coded_product(rows6, numbers)
-                    elif count <= 8:
-                        coded_product(rows8, numbers)
-                    else:
-                        coded_product(rows12, numbers)
-                continue
-            low, high = load(bias_at), load(bias_at + 64)
-            for row in range(num_rows):
-                store(out_at + row * out_stride, low)
-                store(out_at + row * out_stride + 64, high)
-            for block in range(0, num_blocks, slab):
-                count = min(slab, num_blocks - block)
-                decode_columns(code, columns + block * block_bytes, count, scratch)
-                inner, x_at = count * block_inputs, x + 4 * block * block_inputs
-                for row in range(0, num_rows, MOST_ROWS):
-                    rows, to = min(MOST_ROWS, num_rows - row), out_at + row * out_stride
-                    at = x_at + row * x_stride
-                    call_at(add_product, (at, x_stride, rows, scratch, 128, inner, to, out_stride))
+                    count, at = min(MOST_ROWS, num_rows - row), x + row * x_stride
+                    to = out + row * out_stride + 128 * panel
+                    numbers = (at, x_stride, count, columns, num_blocks, bias_at, to, out_stride)
+                    coded_product(code, numbers)
+            return
+        for row in range(num_rows):
+            for i in range(128 * first, 128 * last, 64):
+                store(out + row * out_stride + i, load(bias + i))
+        for block in range(0, num_blocks, slab):
+            count = min(slab, num_blocks - block)
+            for panel in range(first, last):
+                columns = data + panel * panel_bytes + block * block_bytes
+                decode_columns(code, columns, count, scratch + (panel - first) * _PANEL_BYTES)
+            inner, x_at = count * block_inputs, x + 4 * block * block_inputs
+            for row in range(0, num_rows, MOST_ROWS):
+                rows, at = min(MOST_ROWS, num_rows - row), x_at + row * x_stride
+                for panel in range(first, last):
+                    columns = scratch + (panel - first) * _PANEL_BYTES
+                    to = out + row * out_stride + 128 * panel
+                    call_at(add_product, (at, x_stride, rows, columns, 128, inner, to, out_stride))
 
     return product
 
@@ -118,7 +105,10 @@ def _launch(
     x, x_stride, num_rows = rows
     data, bias, num_blocks = weight
     num_panels = width // PANEL
-    per_tile = max(1, num_panels // _TILES) if num_rows <= _DIRECT_ROWS else 1
+    if num_rows <= _DIRECT_ROWS:
+        per_tile = max(1, num_panels // _TILES)
+    else:
+        per_tile = min(max(1, num_panels // (3 * num_threads(team))), _MOST_PANELS)
     arguments = packed(
         (
             add_product,

@@ -167,21 +167,6 @@ def store(_: Any, address: Any, value: Any) -> Any:
 
 
 @emitted
-def prefetch(_: Any, address: Any) -> Any:
-    """Begin to fetch this cache line. Any address may be given."""
-
-    def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
-        pointer = ir.PointerType()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        numbers = [ir.Constant(I32, n) for n in (0, 2, 1)]  # read, second-level cache, data
-        b.call(function, [b.inttoptr(a[0], pointer), *numbers])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), write
-
-
-@emitted
 def load_f32(_: Any, address: Any) -> Any:
     return types.float32(types.int64), lambda _c, b, _s, a: load_at(b, F32, a[0])
 
@@ -334,9 +319,7 @@ def transpose(_: Any, source: Any, source_stride: Any, target: Any, target_strid
 
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
         source, source_stride, target, target_stride = a
-        rows = [
-            load_at(b, V, b.add(source, b.mul(source_stride, const(i)))) for i in range(LANES)
-        ]
+        rows = [load_at(b, V, b.add(source, b.mul(source_stride, const(i)))) for i in range(LANES)]
         width = 1
         while width < LANES:
             # Swap the off-diagonal blocks of size `width` in pairs of rows that far apart.

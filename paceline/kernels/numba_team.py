@@ -90,6 +90,12 @@ def _work(team: int, index: int) -> None:
 
 
 @jit
+def num_threads(team: int) -> int:
+    workers: int = load_i64(team + _NUM_WORKERS)
+    return workers + 1
+
+
+@jit
 def _spin(team: int, spins: int) -> int:
     """One turn of a waiting loop: short waits spin, longer ones let others run."""
     if spins < _SPINS_BEFORE_YIELD:

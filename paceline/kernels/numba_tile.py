@@ -146,69 +146,88 @@ def _store_rows(b: Any, sums: list[Any], outs: list[Any]) -> None:
             store_at(b, sums[2 * r + i], out, 64 * i)
 
 
-@emitted
-def coded_product(_: Any, shape: Any, numbers: Any) -> Any:
-    """out = x columns + bias, for columns in any kind of storage.
+def _for_rows(b: Any, num_rows: Any, sizes: tuple[int, ...], emit: Callable[[int], None]) -> None:
+    """Code for each number of rows in `sizes`, of which the smallest that suffices runs."""
+    end = b.append_basic_block("rows.end")
+    for size in sizes[:-1]:
+        fits, more = b.append_basic_block(f"rows.{size}"), b.append_basic_block("rows.more")
+        b.cbranch(b.icmp_signed("<=", num_rows, const(size)), fits, more)
+        b.position_at_end(fits)
+        emit(size)
+        b.branch(end)
+        b.position_at_end(more)
+    emit(sizes[-1])
+    b.branch(end)
+    b.position_at_end(end)
 
-    `shape` is a literal, kind * 100 + rows. `numbers`: x, its stride, rows that count, columns,
-    their blocks, bias, out, its stride.
+
+@emitted
+def coded_product(_: Any, kind: Any, numbers: Any) -> Any:
+    """out = x columns + bias, for columns in storage of this (literal) kind.
+
+    `numbers`: x, its stride, at most MOST_ROWS rows, columns, their blocks, bias, out, its stride.
     """
-    kind, rows = divmod(shape.literal_value, 100)
+    code = kind.literal_value
 
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
         x, x_stride, num_rows, columns, num_blocks, bias, out, out_stride = _numbers(b, a[1])
-        xs = _row_addresses(b, x, x_stride, num_rows, rows)
-        outs = _row_addresses(b, out, out_stride, num_rows, rows)
-        start = [load_at(b, V, bias, 64 * i) for i in _HALVES] * rows
 
-        def use(first: Any, k: int, decoded: _Columns, sums: list[Any]) -> None:
-            shift = b.mul(first, const(4))
-            _add_products(b, sums, [b.add(x, shift) for x in xs], 4 * k, decoded)
+        def emit(rows: int) -> None:
+            xs = _row_addresses(b, x, x_stride, num_rows, rows)
+            outs = _row_addresses(b, out, out_stride, num_rows, rows)
+            start = [load_at(b, V, bias, 64 * i) for i in _HALVES] * rows
 
-        sums = _each_input(b, kind, columns, num_blocks, start, use)
-        _store_rows(b, sums, outs)
+            def use(first: Any, k: int, decoded: _Columns, sums: list[Any]) -> None:
+                shift = b.mul(first, const(4))
+                _add_products(b, sums, [b.add(x, shift) for x in xs], 4 * k, decoded)
+
+            _store_rows(b, _each_input(b, code, columns, num_blocks, start, use), outs)
+
+        _for_rows(b, num_rows, (1, 2, 4, 6, 8, MOST_ROWS), emit)
         return context.get_dummy_value()
 
-    return types.void(shape, _EIGHT), write
+    return types.void(kind, _EIGHT), write
 
 
 @emitted
-def _plain_product(_: Any, rows: Any, numbers: Any) -> Any:
+def _plain_product(_: Any, numbers: Any) -> Any:
     """out += x columns, for fp32 columns with any distance between inner indices.
 
-    `rows` is a literal. `numbers`: x, its stride, rows that count, columns, their stride, inner
-    size, out, its stride.
+    `numbers`: x, its stride, at most MOST_ROWS rows, columns, their stride, inner size, out, its
+    stride.
     """
-    count = rows.literal_value
 
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
-        x, x_stride, num_rows, columns, column_stride, inner, out, out_stride = _numbers(b, a[1])
-        xs = _row_addresses(b, x, x_stride, num_rows, count)
-        outs = _row_addresses(b, out, out_stride, num_rows, count)
-        start = [load_at(b, V, o, 64 * i) for o in outs for i in _HALVES]
+        x, x_stride, num_rows, columns, column_stride, inner, out, out_stride = _numbers(b, a[0])
 
-        def turn(first: Any, unroll: int) -> Callable[[Any, list[Any]], list[Any]]:
-            def body(index: Any, sums: list[Any]) -> list[Any]:
-                sums = list(sums)
-                k0 = b.add(first, b.mul(index, const(unroll)))
-                here = [b.add(x, b.mul(k0, const(4))) for x in xs]
-                at = b.add(columns, b.mul(k0, column_stride))
-                for k in range(unroll):
-                    pair = [load_at(b, V, at, 64 * i) for i in _HALVES]
-                    _add_products(b, sums, here, 4 * k, pair)
-                    at = b.add(at, column_stride)
-                return sums
+        def emit(rows: int) -> None:
+            xs = _row_addresses(b, x, x_stride, num_rows, rows)
+            outs = _row_addresses(b, out, out_stride, num_rows, rows)
+            sums = [load_at(b, V, o, 64 * i) for o in outs for i in _HALVES]
 
-            return body
+            def turns(begin: Any, count: Any, unrolled: int, sums: list[Any]) -> list[Any]:
+                def turn(index: Any, held: list[Any]) -> list[Any]:
+                    held = list(held)
+                    k0 = b.add(begin, b.mul(index, const(unrolled)))
+                    here = [b.add(x, b.mul(k0, const(4))) for x in xs]
+                    at = b.add(columns, b.mul(k0, column_stride))
+                    for k in range(unrolled):
+                        pair = [load_at(b, V, at, 64 * i) for i in _HALVES]
+                        _add_products(b, held, here, 4 * k, pair)
+                        at = b.add(at, column_stride)
+                    return held
 
-        whole = b.lshr(inner, const(2))
-        sums = count_loop(b, whole, start, turn(const(0), 4))
-        done = b.shl(whole, const(2))
-        sums = count_loop(b, b.sub(inner, done), sums, turn(done, 1))
-        _store_rows(b, sums, outs)
+                return count_loop(b, count, sums, turn)
+
+            whole = b.lshr(inner, const(2))
+            done = b.shl(whole, const(2))
+            sums = turns(const(0), whole, 4, sums)
+            _store_rows(b, turns(done, b.sub(inner, done), 1, sums), outs)
+
+        _for_rows(b, num_rows, (1, 2, 3, 4, 6, 8, MOST_ROWS), emit)
         return context.get_dummy_value()
 
-    return types.void(rows, _EIGHT), write
+    return types.void(_EIGHT), write
 
 
 @emitted
@@ -240,21 +259,7 @@ def _product(
     out: int,
     out_stride: int,
 ) -> None:
-    numbers = (x, x_stride, num_rows, columns, column_stride, inner, out, out_stride)
-    if num_rows > 8:
-        _plain_product(12, numbers)
-    elif num_rows > 6:
-        _plain_product(8, numbers)
-    elif num_rows > 4:
-        _plain_product(6, numbers)
-    elif num_rows > 3:
-        _plain_product(4, numbers)
-    elif num_rows > 2:
-        _plain_product(3, numbers)
-    elif num_rows > 1:
-        _plain_product(2, numbers)
-    else:
-        _plain_product(1, numbers)
+    _plain_product((x, x_stride, num_rows, columns, column_stride, inner, out, out_stride))
 
 
 # The address of out[rows, 32] += x[rows, inner] columns[inner, 32], for at most MOST_ROWS rows and

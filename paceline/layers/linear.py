@@ -79,9 +79,9 @@ class PackedFp16Linear:
     def __call__(self, x_TD: Tensor) -> Tensor:
         num_rows = x_TD.shape[0]
         extra = -num_rows % self._multiple
-        if not extra:
-            return _packed_product(x_TD, self._packed)
-        return _packed_product(pad(x_TD, (0, 0, 0, extra)), self._packed)[:num_rows]
+        rows = pad(x_TD, (0, 0, 0, extra)) if extra else x_TD
+        out_TN: Tensor = _packed_product(rows, self._packed)
+        return out_TN[:num_rows] if extra else out_TN
 
     @property
     def nbytes(self) -> int:

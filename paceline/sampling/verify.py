@@ -169,7 +169,9 @@ class _Judge:
             & (self.draft_N >= 0)
         )
         row_M = is_sampled_N.nonzero()[:, 0]  # CPU-only shortcut: a kernel's programs exit early
-        self.has_sampled_drafts = len(row_M) > 0
+        if len(row_M) == 0:
+            return
+        self.has_sampled_drafts = True
         for part_M in row_M.split(ROWS_AT_ONCE):
             self._judge_sampled_drafts(part_M, draft_probs_SKV)
 

@@ -74,15 +74,22 @@ def trim_prompt_logprobs(
     return entries
 
 
-def late_masks(plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int) -> LateMasks:
-    """Allowed tokens of the late rows, from what their requests have accepted so far."""
+def late_masks(
+    plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int
+) -> tuple[LateMasks, list[tuple[LiveRequest, Exception]]]:
+    """Allowed tokens of the late rows, from what their requests have accepted so far, and the
+    requests whose constraints could not say."""
     assert plan.late_B is not None
     row_R: Ints = np.flatnonzero(plan.late_B).astype(np.int32)
     mask_RWV = np.full((len(row_R), plan.k + 1, (vocab_size + 31) // 32), -1, np.int32)
+    failed = []
     for index, row in enumerate(row_R.tolist()):
         live = requests.get(int(plan.uid_B[row]))
         if live is None or live.constraint is None:
             continue  # it ended in the step before: the device emits nothing for it
         drafts = live.drafts[: int(plan.k_B[row])]
-        mask_RWV[index, : 1 + len(drafts)] = live.constraint.masks(drafts)
-    return LateMasks(row_R, mask_RWV)
+        try:
+            mask_RWV[index, : 1 + len(drafts)] = live.constraint.masks(drafts)
+        except Exception as error:
+            failed.append((live, error))
+    return LateMasks(row_R, mask_RWV), failed

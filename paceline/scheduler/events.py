@@ -13,7 +13,10 @@ from paceline.step import Ints, Longs, TokenLogprobs
 
 
 class TokenConstraint(Protocol):
-    """What may come next, for one request: a grammar, an automaton. Lives on the host."""
+    """What may come next, for one request: a grammar, an automaton. Lives on the host.
+
+    An exception of either method ends this request with an error, and no other.
+    """
 
     def masks(self, draft_ids: list[int]) -> Ints:
         """Allowed tokens as bits, [1 + len(draft_ids), ceil(V / 32)] int32.
@@ -23,7 +26,7 @@ class TokenConstraint(Protocol):
         """
 
     def accept(self, tokens: list[int]) -> None:
-        """These tokens were committed, in order; a stop token may be among them."""
+        """These tokens were committed, in order; a stop token may be the last one."""
 
 
 @dataclass(frozen=True, slots=True)

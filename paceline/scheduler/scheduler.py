@@ -5,6 +5,7 @@ Never sees a device or text; never reads a token of a step in flight, only bound
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from paceline.scheduler.inflight import Flight, Rows
 from paceline.scheduler.live import LiveRequest
 from paceline.scheduler.roster import Roster
 from paceline.step import Bools, Ints, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -231,11 +234,11 @@ class Scheduler:
             tokens = result.token_BW[row, : result.count_B[row]].tolist()
             live.drained += tokens
             live.num_draining -= 1
-            if live.constraint is not None and tokens:
-                live.constraint.accept(tokens)
-            if result.done_B[row]:
+            is_done = bool(result.done_B[row])
+            is_accepted = self._accepts(live, tokens, is_done)
+            if is_done:
                 self._roster.end(live)
-            elif live.num_draining == 0:
+            elif is_accepted and live.num_draining == 0:
                 live.absorb_drained()
         self._wasted_rows += len(wasted)
         self.num_wasted_rows += len(wasted)
@@ -250,15 +253,36 @@ class Scheduler:
             if slot == self.table.num_slots:
                 continue
             live = self._roster.owner(slot)
-            assert live.constraint is not None
-            live.constraint.accept(result.token_BW[row, : result.count_B[row]].tolist())
-            drafts = result.draft_BK[row].tolist()
-            live.drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+            tokens = result.token_BW[row, : result.count_B[row]].tolist()
+            if self._accepts(live, tokens, bool(result.done_B[row])):
+                drafts = result.draft_BK[row].tolist()
+                live.drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+
+    def _accepts(self, live: LiveRequest, tokens: list[int], is_done: bool) -> bool:
+        """Tell a request's constraint what was committed. Its failure ends that request only,
+        and does not matter when the request is over anyway."""
+        if live.constraint is not None and tokens:
+            try:
+                live.constraint.accept(tokens)
+            except Exception as error:
+                if not is_done:
+                    self._fail(live, error)
+                return False
+        return True
 
     def late_masks(self, plan: StepPlan) -> LateMasks:
         """Masks of a late plan; every earlier result has been committed."""
         assert self.table.in_flight[0].plan is plan, "masks before the previous commit"
-        return late_masks(plan, self._roster.requests, self.info.vocab_size)
+        masks, failed = late_masks(plan, self._roster.requests, self.info.vocab_size)
+        for live, error in failed:
+            self._fail(live, error)
+        return masks
+
+    def _fail(self, live: LiveRequest, error: Exception) -> None:
+        logger.warning("the constraint of request %d failed", live.uid, exc_info=error)
+        self._roster.end(live)
+        reason = f"the constraint of the request failed: {type(error).__name__}: {error}"
+        self._roster.events.ended.append(Ended(live.uid, Done.ERROR, reason))
 
     # ---- what others may know
 

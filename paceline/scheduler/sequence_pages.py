@@ -5,6 +5,7 @@ Never chooses who runs; it says whether somebody fits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.scheduler.live import LiveRequest
 from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
 
+logger = logging.getLogger(__name__)
 NEVER = 2**31 - 1
 MOST_AHEAD = 64  # pages held in advance while there are plenty
 
@@ -38,6 +40,13 @@ class SequencePages:
         self.max_len = info.max_model_len
         if pool_len < info.max_model_len:
             self.max_len = max(pool_len - self._overhang + 1, 0)
+            logger.warning(
+                "the KV cache holds %d tokens, fewer than max_model_len %d: requests end at %d. "
+                "Raise --kv-cache-memory-bytes for longer ones.",
+                pool_len,
+                info.max_model_len,
+                self.max_len,
+            )
         # New page table entries since the last plan.
         self._append_slots: list[int] = []
         self._append_indices: list[int] = []

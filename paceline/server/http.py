@@ -19,7 +19,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from paceline.server.listen import Acceptor
 from paceline.server.options import ServerOptions
 
-
 HEADER_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 1 << 16
 

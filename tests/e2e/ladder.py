@@ -96,7 +96,8 @@ class Workshop:
         self.expected = cache(self._expected)
 
     def _target(self, family: str) -> Any:
-        return save_tiny(self._folder / family, family)
+        # Seeds whose outputs end at different lengths, most of them long enough to preempt.
+        return save_tiny(self._folder / family, family, seed=3 if family == "qwen3" else 0)
 
     def target_folder(self, family: str) -> str:
         self.target(family)
@@ -142,7 +143,7 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
     }
     if rung.pool == "tight":
         # One full sequence fits and little more: running several means preempting.
-        options["num_gpu_blocks_override"] = 272 // rung.block_size
+        options["num_gpu_blocks_override"] = 256 // rung.block_size + 1
     if rung.drafter != "none":
         options["speculative_config"] = {
             "method": rung.drafter,

@@ -1,34 +1,20 @@
-"""The loop at every depth: aborts, preemption, reuse of slots, late rows, failure, the bubble."""
+"""The loop at every depth: aborts, preemption, reuse of slots, failure, the bubble."""
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
-from queue import SimpleQueue
 
 import pytest
 
-from paceline.engine.engine import Engine, run_engine
-from paceline.engine.messages import (
-    Drain,
-    Message,
-    ResetPrefixCache,
-    StepMessage,
-    Stop,
-    Stopped,
-    decode,
-    encode,
-    encode_abort,
-    encode_submit,
-)
+from paceline.engine.engine import Engine
+from paceline.engine.messages import StepMessage, decode
 from paceline.errors import EngineDead
-from paceline.request import Done, EngineRequest
-from paceline.step import Ints, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
+from paceline.request import Done
+from paceline.step import LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
 from tests.engine.harness import Harness, ModThree, engine_config, request
 from tests.fakes import FakeRunner, FakeStep, runner_info
 
-DEPTHS = range(4)
-all_depths = pytest.mark.parametrize("depth", DEPTHS)
+all_depths = pytest.mark.parametrize("depth", range(4))
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
@@ -296,77 +282,6 @@ def test_slots_are_free_for_new_arrivals_after_everybody_was_preempted(depth: in
     harness.check_outputs()
 
 
-# ---- late rows
-
-
-@pytest.mark.parametrize("max_k", [0, 1, 3])
-@all_depths
-def test_a_constrained_request_obeys_its_grammar_beside_free_ones(depth: int, max_k: int) -> None:
-    harness = Harness(runner_info(max_k=max_k), depth=depth)
-    grammar = ModThree(64)
-    stream = harness.add(request(1, prompt(9), max_tokens=20), grammar)
-    harness.add(request(2, prompt(9, 5), max_tokens=35))
-    harness.run()
-    harness.check_outputs()
-    assert grammar.accepted == stream.tokens
-    late = [plan.late_B for plan in plans(harness)]
-    assert late[0] is not None
-    assert late[-1] is None, "the steps after it are plain again"
-
-
-@all_depths
-def test_steps_with_late_rows_run_at_most_one_ahead(depth: int) -> None:
-    harness = Harness(runner_info(max_k=2), depth=depth)
-    harness.add(request(1, prompt(9), max_tokens=40))
-    while harness.num_in_flight < depth:
-        harness.turn()
-    harness.add(request(2, prompt(9, 5), max_tokens=6), ModThree(64))
-    while not harness.front.streams[2].done:
-        harness.turn()
-        if plans(harness)[-1].late_B is not None:
-            assert harness.num_in_flight <= min(depth, 1)
-    harness.run()
-    harness.check_outputs()
-    assert harness.max_in_flight == depth
-
-
-def test_accepted_drafts_of_a_constrained_request_pass_its_masks() -> None:
-    harness = Harness(runner_info(max_k=3), depth=1, seed=1)
-    harness.runner.no_draft = 0.0
-    streams = [
-        harness.add(request(uid, prompt(9, uid), max_tokens=60), ModThree(64)) for uid in (1, 2, 3)
-    ]
-    harness.run()
-    harness.check_outputs()
-    assert sum(stream.num_accepted for stream in streams) > 5
-
-
-@pytest.mark.trap("B8")
-@all_depths
-def test_a_preempted_constrained_request_keeps_no_drafts(depth: int) -> None:
-    class Recording(ModThree):
-        def __init__(self) -> None:
-            super().__init__(64)
-            self.asked: list[list[int]] = []
-
-        def masks(self, draft_ids: list[int]) -> Ints:
-            self.asked.append(draft_ids)
-            return super().masks(draft_ids)
-
-    harness = Harness(runner_info(max_k=3), depth=depth)
-    harness.runner.no_draft = 0.0
-    grammar = Recording()
-    harness.add(request(1, prompt(9), max_tokens=25), grammar)
-    for _ in range(5):
-        harness.turn()
-    assert grammar.asked[-1] != []
-    harness.engine.reset_prefix_cache(preempt_running=True)
-    num_before = len(grammar.asked)
-    harness.run()
-    assert grammar.asked[num_before] == []
-    harness.check_outputs()
-
-
 # ---- failure
 
 
@@ -507,79 +422,3 @@ def test_memory_stays_flat_over_many_steps() -> None:
     finally:
         tracemalloc.stop()
     assert second - first < 16_384, f"{second - first} bytes more after 1500 steps"
-
-
-# ---- the process's loop
-
-
-def served(*inbound: bytes, info: RunnerInfo | None = None) -> list[Message]:
-    """What run_engine publishes for an inbox that was full from the start."""
-    info = info or runner_info()
-    inbox: SimpleQueue[bytes | None] = SimpleQueue()
-    for data in inbound:
-        inbox.put(data)
-    out: list[Message] = []
-    engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.append(decode(data)))
-    run_engine(engine, inbox)
-    return out
-
-
-def ends(messages: list[Message]) -> dict[int, Done]:
-    found = {}
-    for message in messages:
-        if isinstance(message, StepMessage):
-            for uid, done in zip(message.uid_B.tolist(), message.done_B.tolist(), strict=True):
-                if done:
-                    found[uid] = Done(done)
-            found |= {ended.uid: Done(ended.done) for ended in message.events.ended}
-    return found
-
-
-def submit(req: EngineRequest) -> bytes:
-    return encode_submit(req)
-
-
-def test_drain_finishes_what_was_submitted_and_then_stops() -> None:
-    messages = served(submit(request(1, prompt(5))), submit(request(2, prompt(6))), encode(Drain()))
-    assert ends(messages) == {1: Done.LENGTH, 2: Done.LENGTH}
-    assert messages[-1] == Stopped()
-
-
-def test_stop_drops_what_runs() -> None:
-    messages = served(submit(request(1, prompt(5))), encode(Stop()))
-    assert messages == [Stopped()]
-
-
-def test_a_request_that_cannot_run_is_answered_with_the_reason() -> None:
-    messages = served(submit(request(1, prompt(500))), encode(Drain()))
-    ended = [e for m in messages if isinstance(m, StepMessage) for e in m.events.ended]
-    assert [(e.uid, e.done, e.error) for e in ended] == [(1, Done.ERROR, "PromptTooLong")]
-    assert "500 tokens" in ended[0].reason
-
-
-def test_aborts_and_resets_arrive_through_the_inbox() -> None:
-    messages = served(
-        submit(request(1, prompt(5))),
-        submit(request(2, prompt(5))),
-        encode_abort([2]),
-        encode(ResetPrefixCache()),
-        encode(Drain()),
-    )
-    assert ends(messages) == {1: Done.LENGTH, 2: Done.ABORT}
-
-
-def test_an_idle_engine_waits_for_its_inbox_and_stops_when_the_front_is_gone() -> None:
-    info = runner_info()
-    inbox: SimpleQueue[bytes | None] = SimpleQueue()
-    out: SimpleQueue[Message] = SimpleQueue()
-    engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.put(decode(data)))
-    thread = threading.Thread(target=run_engine, args=(engine, inbox))
-    thread.start()
-    for uid in (1, 2):
-        inbox.put(submit(request(uid, prompt(5), max_tokens=1)))
-        found: dict[int, Done] = {}
-        while uid not in found:
-            found |= ends([out.get(timeout=20)])
-    inbox.put(None)
-    thread.join(timeout=20)
-    assert not thread.is_alive()

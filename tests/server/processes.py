@@ -84,6 +84,20 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def processes_of(group: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            after_name = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue  # gone meanwhile
+        state, _, its_group = after_name[:3]
+        if int(its_group) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
 @contextlib.contextmanager
 def running(
     behaviour: str = "", *, wait: bool = True, max_files: int | None = None, **options: Any

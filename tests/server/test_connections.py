@@ -99,9 +99,9 @@ def test_headers_without_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
     with serving(FakeClient()) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\n")
-            with pytest.raises(OSError):  # noqa: PT011  # broken pipe or reset
-                for _ in range(10_000):
-                    sock.sendall(b"X-Padding: " + b"x" * 1000 + b"\r\n")
+            endless = (b"X-Padding: " + b"x" * 1000 + b"\r\n") * 10_000
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                sock.sendall(endless)
         assert server.get("/health").status == 200
 
 

@@ -1,0 +1,247 @@
+"""`paceline serve` as a process over a tiny checkpoint with a tokenizer, and HTTP to talk to it.
+
+Watches the whole process group: whatever ends must leave no engine behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.checkpoint.vocabularies import CORPUS
+from tests.server.fake_client import wait_for
+from tests.server.processes import ROOT, processes_of
+from tests.server.serving import Reply
+from tests.tiny import save_tiny
+
+VOCAB = 300
+MAX_MODEL_LEN = 512
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (begin) and 2 (end)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PACELINE = [sys.executable, "-m", "paceline"]
+# One thread, exact arithmetic, and drafts: the smallest server that has everything.
+FLAGS = ["--dtype", "float32", "--cpu-threads", "1", "--run-ahead", "1", "--port", "0"]
+FLAGS += ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})]
+# For machines that are busy with something else; nothing waits so long when all is well.
+PATIENCE_S = 120.0
+
+
+def save_served(folder: Path, **changes: Any) -> Any:
+    """A random llama with a byte-level tokenizer and a chat template; returns the model."""
+    model = save_tiny(
+        folder, "llama", **{"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN} | changes
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return model
+
+
+@dataclass
+class Streamed:
+    """What one choice of a stream said, put together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        for choice in event["choices"]:
+            self.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            self.token_ids += choice.get("token_ids") or []
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream as they come; it must end with [DONE]."""
+    assert response.status == 200, response.read()
+    last = b""
+    for line in response:
+        if line.startswith(b"data: {"):
+            event: dict[str, Any] = json.loads(line[6:])
+            assert "error" not in event, event
+            yield event
+        last = line if line.strip() else last
+    assert last == b"data: [DONE]\n"
+
+
+class ServerProcess:
+    """A command of ours that serves, with its engine, in a process group of its own."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        max_files: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = log
+        command = [*PACELINE, *arguments]
+        if max_files is not None:
+            command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
+        with log.open("wb") as file:
+            self.popen = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+                text=True,
+            )
+        self.port = 0
+
+    def await_ready(self) -> None:
+        """Until it says where it serves."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            if line.startswith("Paceline serves on http://"):
+                self.port = int(line.split()[3].rpartition(":")[2])
+                return
+        raise AssertionError(f"it ended with {self.popen.wait()}: {self.said()}")
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def pids(self) -> list[int]:
+        """The living processes: the front, and its engine once it was started."""
+        return processes_of(self.popen.pid)
+
+    def resident_bytes(self) -> int:
+        """Memory of the front process."""
+        status = Path(f"/proc/{self.popen.pid}/status").read_text(encoding="utf-8")
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+    def await_exit(self, within_s: float = PATIENCE_S) -> int:
+        """The exit code; asserts that nothing of it is left."""
+        code = self.popen.wait(within_s)
+        wait_for(lambda: not self.pids, 10.0)
+        return code
+
+    # ---- HTTP
+
+    def connect(self, timeout_s: float = PATIENCE_S) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, fields: Mapping[str, Any]) -> Reply:
+        return self.request("POST", path, json.dumps(fields), JSON)
+
+    def stream(self, path: str, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of one streamed request."""
+        connection = self.connect()
+        try:
+            connection.request("POST", path, json.dumps({**fields, "stream": True}), JSON)
+            yield from events(connection.getresponse())
+        finally:
+            connection.close()
+
+    def open_stream(self, path: str, fields: Mapping[str, Any], *, read_buffer: int) -> socket.socket:
+        """A stream that was asked for and of which nothing was read; `read_buffer` is SO_RCVBUF."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
+        sock.settimeout(PATIENCE_S)
+        sock.connect(("127.0.0.1", self.port))
+        body = json.dumps({**fields, "stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        return sock
+
+    def gauge(self, name: str) -> float:
+        """The value of a metric without labels other than the model's name."""
+        text = self.request("GET", "/metrics").body.decode()
+        lines = [x for x in text.splitlines() if x.startswith(f"paceline:{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def await_idle(self) -> None:
+        """Until no request runs or waits."""
+        names = ("num_requests_running", "num_requests_waiting")
+        wait_for(lambda: not any(self.gauge(name) for name in names), PATIENCE_S)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@contextlib.contextmanager
+def started(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    max_files: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    """A command that runs; whatever is left of it afterwards is killed."""
+    process = ServerProcess(arguments, log, max_files=max_files, environment=environment)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        process.popen.wait()
+        assert process.popen.stdout is not None
+        process.popen.stdout.close()
+
+
+@contextlib.contextmanager
+def served(
+    model: Path | str, log: Path, *flags: str, max_files: int | None = None
+) -> Iterator[ServerProcess]:
+    """`paceline serve` that is ready."""
+    with started(["serve", str(model), *FLAGS, *flags], log, max_files=max_files) as process:
+        process.await_ready()
+        yield process
+
+
+def free_port() -> int:
+    """A port that nobody has, for servers that are asked something before they are ready."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,98 @@
+"""The engine process's loop: its inbox, draining, stopping, refusing."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from paceline.engine.engine import Engine, run_engine
+from paceline.engine.messages import (
+    Drain,
+    Message,
+    ResetPrefixCache,
+    StepMessage,
+    Stop,
+    Stopped,
+    decode,
+    encode,
+    encode_abort,
+    encode_submit,
+)
+from paceline.request import Done
+from tests.engine.harness import engine_config, request
+from tests.fakes import FakeRunner, runner_info
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [(first + i) % 60 for i in range(length)]
+
+
+def served(*inbound: bytes) -> list[Message]:
+    """What run_engine publishes for an inbox that was full from the start."""
+    info = runner_info()
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    for data in inbound:
+        inbox.put(data)
+    out: list[Message] = []
+    engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.append(decode(data)))
+    run_engine(engine, inbox)
+    return out
+
+
+def ends(messages: list[Message]) -> dict[int, Done]:
+    found = {}
+    for message in messages:
+        if isinstance(message, StepMessage):
+            for uid, done in zip(message.uid_B.tolist(), message.done_B.tolist(), strict=True):
+                if done:
+                    found[uid] = Done(done)
+            found |= {ended.uid: Done(ended.done) for ended in message.events.ended}
+    return found
+
+
+def test_drain_finishes_what_was_submitted_and_then_stops() -> None:
+    messages = served(
+        encode_submit(request(1, prompt(5))), encode_submit(request(2, prompt(6))), encode(Drain())
+    )
+    assert ends(messages) == {1: Done.LENGTH, 2: Done.LENGTH}
+    assert messages[-1] == Stopped()
+
+
+def test_stop_drops_what_runs() -> None:
+    messages = served(encode_submit(request(1, prompt(5))), encode(Stop()))
+    assert messages == [Stopped()]
+
+
+def test_a_request_that_cannot_run_is_answered_with_the_reason() -> None:
+    messages = served(encode_submit(request(1, prompt(500))), encode(Drain()))
+    ended = [e for m in messages if isinstance(m, StepMessage) for e in m.events.ended]
+    assert [(e.uid, e.done, e.error) for e in ended] == [(1, Done.ERROR, "PromptTooLong")]
+    assert "500 tokens" in ended[0].reason
+
+
+def test_aborts_and_resets_arrive_through_the_inbox() -> None:
+    messages = served(
+        encode_submit(request(1, prompt(5))),
+        encode_submit(request(2, prompt(5))),
+        encode_abort([2]),
+        encode(ResetPrefixCache()),
+        encode(Drain()),
+    )
+    assert ends(messages) == {1: Done.LENGTH, 2: Done.ABORT}
+
+
+def test_an_idle_engine_waits_for_its_inbox_and_stops_when_the_front_is_gone() -> None:
+    info = runner_info()
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    out: SimpleQueue[Message] = SimpleQueue()
+    engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.put(decode(data)))
+    thread = threading.Thread(target=run_engine, args=(engine, inbox))
+    thread.start()
+    for uid in (1, 2):
+        inbox.put(encode_submit(request(uid, prompt(5), max_tokens=1)))
+        found: dict[int, Done] = {}
+        while uid not in found:
+            found |= ends([out.get(timeout=20)])
+    inbox.put(None)
+    thread.join(timeout=20)
+    assert not thread.is_alive()
