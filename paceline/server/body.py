@@ -1,4 +1,8 @@
-"""Reads request bodies, within limits: per request, all together, and in time. Never interprets."""
+"""Reads request bodies, within limits: per request, all together, and in time. Never interprets.
+
+Refuses what does not call itself JSON: a web page may send a form or plain text anywhere without
+asking first, and a server on this machine must not work for whatever page is open in its browser.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 BODY_TIMEOUT_S = 60.0
 # All bodies in memory at once, in multiples of the largest one.
 _MAX_BODIES = 16
+_MAX_SHOWN = 80
 
 
 @asynccontextmanager
@@ -31,6 +36,7 @@ async def read_request(request: Request, service: Service, kind: type[T]) -> Asy
 
 @asynccontextmanager
 async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
+    _check_kind(request.headers.get("content-type"), request.headers.get("content-encoding"))
     limit = service.options.max_request_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
@@ -53,6 +59,24 @@ async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
         yield b"".join(chunks)
     finally:
         service.body_bytes -= size
+
+
+def _check_kind(kind: str | None, encoding: str | None) -> None:
+    media = (kind or "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise HttpFailure(
+            415,
+            f"The request body is {media[:_MAX_SHOWN]!r}; send JSON with the header "
+            "'Content-Type: application/json'.",
+            code="unsupported_media_type",
+        )
+    if encoding is not None and encoding.strip().lower() != "identity":
+        raise HttpFailure(
+            415,
+            f"The request body is encoded as {encoding[:_MAX_SHOWN]!r}; send it as it is, without "
+            "Content-Encoding.",
+            code="unsupported_media_type",
+        )
 
 
 def _check_sizes(size: int, limit: int, of_all: int) -> None:

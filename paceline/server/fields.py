@@ -56,6 +56,7 @@ _ADVICE = {
 }
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _MAX_SHOWN = 80
 
 
@@ -88,10 +89,19 @@ def decode_object(body: bytes, kind: type[msgspec.Struct] | None = None) -> dict
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except ValueError as error:
-        raise InvalidRequest(f"The request body is not JSON: {error}.") from None
+        hint = _hint_at(body, str(error))
+        raise InvalidRequest(f"The request body is not JSON: {error}.{hint}") from None
     if not isinstance(raw, dict):
         raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(raw)}.")
     return raw
+
+
+def _hint_at(body: bytes, reason: str) -> str:
+    """For numbers that other languages' writers put out and JSON does not have."""
+    at = _BYTE.search(reason)
+    if at and body.startswith((b"NaN", b"Infinity", b"nan", b"inf"), int(at[1])):
+        return " JSON has no NaN and no Infinity; leave the field away."
+    return ""
 
 
 def _say_where(body: bytes, kind: type[msgspec.Struct]) -> None:

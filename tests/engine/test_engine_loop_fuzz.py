@@ -141,3 +141,11 @@ def test_random_traffic_gives_the_tokens_of_requests_run_alone(depth: int, max_k
 def test_random_delays_on_both_sides_change_no_token(depth: int) -> None:
     for seed in range(12):
         run_seed(seed, depth=depth, max_k=3, threaded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(16))
+def test_much_more_random_traffic(block: int) -> None:
+    rng = random.Random(block)
+    for seed in range(1000 + 500 * block, 1500 + 500 * block):
+        run_seed(seed, depth=rng.randint(0, 3), max_k=rng.randint(0, 7))
