@@ -166,6 +166,7 @@ class FakeRunner:
         self.kv: npt.NDArray[np.int64] = np.zeros((info.num_pages, info.page_size), np.int64)
         self.plans: list[StepPlan] = []
         self.keeps_plans = True
+        self.last_plan: StepPlan | None = None
         self.fail_at: int | None = None  # step whose wait() raises
         self.num_steps = 0
         self.num_accepted = 0
@@ -194,6 +195,7 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> FakeStep:
         assert self._unbound is None, "a late step was not bound before the next launch"
         step = FakeStep(self, plan)
+        self.last_plan = plan
         if self.keeps_plans:
             self.plans.append(plan)
         self._submit(step.run_a)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.commands.doctor import CORE_PACKAGES, SERVER_PACKAGES
+from paceline.commands.doctor import CORE_PACKAGES, CPU_PACKAGES, SERVER_PACKAGES
 from paceline.commands.serve import EXTRA_MODULES
 from tests.architecture.source_tree import ROOT
 
@@ -82,7 +82,8 @@ def required(extra: str | None = None) -> set[str]:
 
 def test_doctor_and_serve_know_every_required_package() -> None:
     assert {"torch", *CORE_PACKAGES} == required()
-    assert set(SERVER_PACKAGES) == required("server")
+    assert set(CPU_PACKAGES) == required("cpu")
+    assert {"paceline", *SERVER_PACKAGES} == required("server")  # itself, with the cpu extra
     assert {name.replace("-", "_") for name in SERVER_PACKAGES} == EXTRA_MODULES
 
 

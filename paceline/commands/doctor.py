@@ -25,6 +25,7 @@ _MARKS: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
 _CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 _GIB = 1 << 30
 CORE_PACKAGES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "gguf")
+CPU_PACKAGES = ("numba",)
 SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
 # Asked in a process of its own: a torch that crashes on import must not take the doctor along.
 _PROBE = """
@@ -154,6 +155,11 @@ def _packages(report: Report) -> None:
         )
     if have := [f"{name} {found}" for name, found in core.items() if found]:
         report.add("Software", "ok", ", ".join(have))
+    if numba := _version("numba"):
+        report.add("Software", "ok", f"numba {numba}: vector kernels on the CPU")
+    else:
+        text = "no numba: CPU kernels run in plain torch, much slower"
+        report.add("Software", "note", text, "pip install 'paceline[cpu]'")
     missing = [name for name in SERVER_PACKAGES if _version(name) is None]
     if missing:
         text = f"no server: {', '.join(missing)} not installed"

@@ -66,9 +66,7 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._unpublished: list[Emitted] = []
         self._dead: str | None = None
-        # The result before the newest committed one: its device_end_s may be filled in late,
-        # because drafting goes on after the result is there.
-        self._previous: StepResult | None = None
+        self._previous: StepResult | None = None  # the newest committed one, not measured yet
         self._bubble_s = self._busy_s = 0.0
         self._since = Gauges()
 
@@ -123,8 +121,8 @@ class Engine:
                 self._finish_oldest()
                 self._publish_all()
                 return True
+            self._measure(None)
             self._publish_all()
-            self._previous = None  # the device may rest from here on: no bubble
             assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
             return False
         self._launch(plan)
@@ -155,21 +153,27 @@ class Engine:
         result = launched.step.wait()
         self._in_flight.popleft()
         self._measure(result)
+        self._since.num_steps += 1
         self._stage("commit")
         self._unpublished.append(self.scheduler.commit(launched.plan, result))
         self._bind_oldest()
 
-    def _measure(self, result: StepResult) -> None:
-        previous = self._previous
-        if previous is not None:
+    def _measure(self, result: StepResult | None) -> None:
+        """Account for the step before `result`; None: the device may rest from here on.
+
+        One step late, because drafting goes on after a result is there, and only then does the
+        runner know when the step ended.
+        """
+        previous, self._previous = self._previous, result
+        if previous is None:
+            return
+        busy_s = previous.device_end_s - previous.device_start_s
+        self._busy_s += busy_s
+        self._since.busy_s += busy_s
+        if result is not None:
             idle_s = max(0.0, result.device_start_s - previous.device_end_s)
             self._bubble_s += idle_s
             self._since.bubble_s += idle_s
-        busy_s = result.device_end_s - result.device_start_s
-        self._busy_s += busy_s
-        self._since.busy_s += busy_s
-        self._since.num_steps += 1
-        self._previous = result
 
     # ---- messages
 
@@ -199,8 +203,8 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """The device's state is unknown from here on: answer everybody and stop for good."""
-        logger.exception("the device step failed")
-        self._dead = f"the device step failed: {type(error).__name__}: {error}"
+        logger.exception("the engine failed")
+        self._dead = f"the engine failed: {type(error).__name__}: {error}"
         self._in_flight.clear()
         self.scheduler.end_all(Done.ERROR, self._dead)
         self._publish_all()

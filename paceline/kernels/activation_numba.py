@@ -22,7 +22,7 @@ from paceline.kernels.numba_simd import (
 )
 from paceline.kernels.numba_team import run_tiles, team
 
-_ROWS_PER_TILE = 4
+_ROWS_PER_TILE = 16
 
 
 @jit
@@ -54,11 +54,11 @@ def _gate_rows(arguments: int, tile: int, scratch: int) -> None:
         _gate_row(gate, gate + 4 * width, out + 4 * row * width, width)
 
 
-_GATE_ROWS = c_function(_gate_rows, 3)
+GATE_ROWS = c_function(_gate_rows, 3)
 
 
 @jit
-def _launch(team: int, body: int, gate_up: int, out: int, num_rows: int, width: int) -> None:
+def launch_gate(team: int, body: int, gate_up: int, out: int, num_rows: int, width: int) -> None:
     arguments = packed((gate_up, out, num_rows, width))
     run_tiles(team, body, arguments, -(-num_rows // _ROWS_PER_TILE))
 
@@ -68,5 +68,5 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     num_rows, width = gate_up_TI.shape
     width //= 2
     out_TI = torch.empty(num_rows, width)
-    _launch(team.address, _GATE_ROWS, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width)
+    launch_gate(team.address, GATE_ROWS, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width)
     return out_TI

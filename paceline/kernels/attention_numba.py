@@ -300,7 +300,7 @@ def _attend_tile(
 
 
 def _attend(arguments: int, tile: int, scratch: int) -> None:
-    """Arguments: see `_launch`."""
+    """Arguments: see `launch_attention`."""
     query, query_bytes = load_i64(arguments), load_i64(arguments + 8)
     keys, values, head_bytes = (
         load_i64(arguments + 16),
@@ -348,11 +348,11 @@ def _attend(arguments: int, tile: int, scratch: int) -> None:
     _give_results(scratch, target, (out_bytes, size), num_queries, group_size)
 
 
-_ATTEND = c_function(_attend, 3)
+ATTEND = c_function(_attend, 3)
 
 
 @jit
-def _launch(
+def launch_attention(
     team: int,
     bodies: tuple[int, int],
     query: tuple[int, int, int],
@@ -404,9 +404,9 @@ def paged_attention(
     num_tokens, width = qkv_TD.shape
     out_TD = torch.empty(num_tokens, num_kv * batch.group_size * size)
     table_SP, rows = batch.table_SP, batch.row_start_B.data_ptr()
-    _launch(
+    launch_attention(
         team.address,
-        (_ATTEND, ADD_PRODUCT),
+        (ATTEND, ADD_PRODUCT),
         (qkv_TD.data_ptr(), 4 * width, out_TD.data_ptr()),
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0), batch.page_size),
         (rows, batch.length_B.data_ptr(), batch.slot_B.data_ptr(), batch.slot_B.shape[0]),

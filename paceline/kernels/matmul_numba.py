@@ -44,7 +44,7 @@ _TILES = 32
 
 
 def _body(code: int) -> Callable[[int, int, int], None]:
-    """The tile function of one kind of weights. Arguments: see `_launch`."""
+    """The tile function of one kind of weights. Arguments: see `launch_product`."""
     block_bytes, block_inputs = BLOCK_BYTES[code], BLOCK_INPUTS[code]
     slab = _SLAB // block_inputs
 
@@ -88,12 +88,13 @@ def _body(code: int) -> Callable[[int, int, int], None]:
 
 
 @cache
-def _compiled(kind: Kind) -> int:
+def product_body(kind: Kind) -> int:
+    """The address of the tile function."""
     return c_function(_body(_CODES[kind]), 3)
 
 
 @jit
-def _launch(
+def launch_product(
     team: int,
     bodies: tuple[int, int],
     rows: tuple[int, int, int],
@@ -127,16 +128,20 @@ def _launch(
     run_tiles(team, body, arguments, -(-num_panels // per_tile))
 
 
+def num_blocks(weight: PanelWeight) -> int:
+    return weight.num_inputs // _BLOCK_INPUTS[weight.kind]
+
+
 def matmul(x_TD: Tensor, weight: PanelWeight) -> Tensor:
     """x W^T + bias, fp32, [T, N]."""
     kind, width, num_outputs = weight.kind, weight.width, weight.num_outputs
     num_rows = x_TD.shape[0]
     out_TN = torch.empty(num_rows, width)
-    _launch(
+    launch_product(
         team.address,
-        (_compiled(kind), ADD_PRODUCT),
+        (product_body(kind), ADD_PRODUCT),
         (x_TD.data_ptr(), 4 * x_TD.stride(0), num_rows),
-        (*weight.addresses, weight.num_inputs // _BLOCK_INPUTS[kind]),
+        (*weight.addresses, num_blocks(weight)),
         out_TN.data_ptr(),
         width,
     )

@@ -26,7 +26,7 @@ from paceline.kernels.numba_simd import (
 )
 from paceline.kernels.numba_team import run_tiles, team
 
-_ROWS_PER_TILE = 16
+_ROWS_PER_TILE = 32
 
 
 @jit
@@ -81,13 +81,14 @@ def _norm_rows(arguments: int, tile: int, scratch: int) -> None:
         scale_row(x + at, weight, out + at, width, sum_of_squares(x + at, width), eps)
 
 
-_NORM_ROWS = c_function(_norm_rows, 3)
+NORM_ROWS = c_function(_norm_rows, 3)
 
 
 @jit
-def _launch(
+def launch_norm(
     team: int, body: int, where: tuple[int, int, int, int], num_rows: int, width: int, eps: float
 ) -> None:
+    """`where`: x, what is added to it first (or 0), weight, out."""
     x, delta, weight, out = where
     arguments = packed((x, delta, weight, out, num_rows, width, float_bits(eps)))
     run_tiles(team, body, arguments, -(-num_rows // _ROWS_PER_TILE))
@@ -98,7 +99,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out_TD = torch.empty_like(x_TD)
     num_rows, width = x_TD.shape
     where = (x_TD.data_ptr(), 0, weight_D.data_ptr(), out_TD.data_ptr())
-    _launch(team.address, _NORM_ROWS, where, num_rows, width, eps)
+    launch_norm(team.address, NORM_ROWS, where, num_rows, width, eps)
     return out_TD
 
 
@@ -112,5 +113,5 @@ def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: f
         weight_D.data_ptr(),
         out_TD.data_ptr(),
     )
-    _launch(team.address, _NORM_ROWS, where, num_rows, width, eps)
+    launch_norm(team.address, NORM_ROWS, where, num_rows, width, eps)
     return out_TD

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 from paceline.config import cache_dir
@@ -31,18 +33,59 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 def jit(function: Function) -> Function:
     """Compiled at its first call, or taken from the cache."""
     with _own_cache() as is_cached:
-        compiled = numba.njit(cache=is_cached, **_OPTIONS)(function)
+        compiled = numba.njit(**_OPTIONS)(function)
+        if is_cached:
+            compiled._cache = _KernelCache(function)
     return cast(Function, compiled)
 
 
 def c_function(function: Callable[..., None], num_arguments: int) -> int:
     """The address of `function` as a C function of int64 arguments. It is never freed."""
     signature = types.void(*[types.int64] * num_arguments)
+    options = {"error_model": "numpy"}
     with _own_cache() as is_cached:
-        options = {"cache": is_cached, "error_model": "numpy"}
-        compiled = numba.cfunc(signature, **options)(function)
+        try:
+            compiled = numba.cfunc(signature, cache=is_cached, **options)(function)
+        except _CACHE_FAILURES as error:
+            _warn_of_cache(error)
+            compiled = numba.cfunc(signature, **options)(function)
     _kept.append(compiled)
     return int(compiled.address)
+
+
+# A full disk; a file that a crash left half written.
+_CACHE_FAILURES = (OSError, EOFError, pickle.UnpicklingError)
+
+
+class _KernelCache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """numba's cache, which no kernel needs: where it cannot be read or written, one is compiled."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except _CACHE_FAILURES as error:
+            _warn_of_cache(error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except _CACHE_FAILURES as error:
+            _warn_of_cache(error)
+
+
+@cache
+def _warn_once(folder: Path | None, reason: str) -> None:
+    logger.warning(
+        "the CPU kernels in %s cannot be read or written (%s), so they are compiled again at the "
+        "next start; free some space, or remove that folder",
+        folder,
+        reason,
+    )
+
+
+def _warn_of_cache(error: Exception) -> None:
+    _warn_once(_cache_folder(), str(getattr(error, "strerror", None) or error))
 
 
 def emitted(function: Callable[..., Any]) -> Any:

@@ -40,8 +40,8 @@ BLOCK_INPUTS = {Q4: 32, Q8: 32, HALF: 4, BFLOAT: 4, FLOAT: 4}
 _HEADER_BYTES = {Q4: 128, Q8: 64, HALF: 0, BFLOAT: 0, FLOAT: 0}
 _INPUT_BYTES = {Q4: 16, Q8: 32, HALF: 64, BFLOAT: 64, FLOAT: 128}
 BLOCK_BYTES = {k: _HEADER_BYTES[k] + n * _INPUT_BYTES[k] for k, n in BLOCK_INPUTS.items()}
-# Inner indices that are written out; the rest is a loop, so that there is less to compile.
-_UNROLLED = {Q4: 8, Q8: 8, HALF: 4, BFLOAT: 4, FLOAT: 4}
+# Inner indices that are written out; the rest is a loop. More gain nothing and compile longer.
+_UNROLLED = 4
 # Rows that one pass holds in registers; a count without code of its own repeats its last row.
 MOST_ROWS = 12
 
@@ -62,7 +62,7 @@ def _header(b: Any, kind: int, at: Any) -> list[_Columns]:
 def _decode(b: Any, kind: int, header: list[_Columns], at: Any) -> Iterator[_Columns]:
     """The columns of `_UNROLLED` inner indices in turn, as fp32."""
     bits, small = lanes_of(I32), lanes_of(I8)
-    for k in range(_UNROLLED[kind]):
+    for k in range(_UNROLLED):
         offset = k * _INPUT_BYTES[kind]
         if kind == Q4:
             if k % 2 == 0:  # a byte holds two neighbours
@@ -99,18 +99,17 @@ def _each_input(
         at = b.add(columns, b.mul(index, const(BLOCK_BYTES[kind])))
         header = _header(b, kind, at)
         begin = b.mul(index, const(BLOCK_INPUTS[kind]))
-        count = _UNROLLED[kind]
 
         def turn(step: Any, held: list[Any]) -> list[Any]:
             held = list(held)
-            first = b.add(begin, b.mul(step, const(count)))
-            skipped = b.mul(step, const(count * _INPUT_BYTES[kind]))
+            first = b.add(begin, b.mul(step, const(_UNROLLED)))
+            skipped = b.mul(step, const(_UNROLLED * _INPUT_BYTES[kind]))
             here = b.add(b.add(at, const(_HEADER_BYTES[kind])), skipped)
             for k, decoded in enumerate(_decode(b, kind, header, here)):
                 use(first, k, decoded, held)
             return held
 
-        turns = BLOCK_INPUTS[kind] // count
+        turns = BLOCK_INPUTS[kind] // _UNROLLED
         return count_loop(b, const(turns), held, turn) if turns > 1 else turn(const(0), held)
 
     return count_loop(b, num_blocks, carried, block)

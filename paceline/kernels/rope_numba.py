@@ -20,7 +20,7 @@ from paceline.kernels.numba_simd import (
 from paceline.kernels.numba_team import run_tiles, team
 from paceline.kernels.rope import HeadNorms
 
-_TOKENS_PER_TILE = 8
+_TOKENS_PER_TILE = 16
 
 
 @jit
@@ -86,11 +86,11 @@ def _place_tokens(arguments: int, tile: int, scratch: int) -> None:
                 _copy_head(heads + 4 * (num_q + num_kv + i) * size, size, value + at)
 
 
-_PLACE_TOKENS = c_function(_place_tokens, 3)
+PLACE_TOKENS = c_function(_place_tokens, 3)
 
 
 @jit
-def _launch(
+def launch_place(
     team: int,
     body: int,
     tokens: tuple[int, int, int, int],
@@ -135,9 +135,9 @@ def place_heads(
     num_tokens, width = qkv_TD.shape
     num_kv, _, size = key_NSH.shape
     at = (0, 0) if norms is None else (norms.query_H.data_ptr(), norms.key_H.data_ptr())
-    _launch(
+    launch_place(
         team.address,
-        _PLACE_TOKENS,
+        PLACE_TOKENS,
         (qkv_TD.data_ptr(), rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0)),
         at,

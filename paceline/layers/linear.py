@@ -57,15 +57,15 @@ class PanelLinear:
     """Weights in panels, as narrow as the checkpoint has them: few bytes, and rows cost little."""
 
     def __init__(self, weight: PanelWeight) -> None:
-        self._weight = weight
+        self.weight = weight
         self._matmul = pick_matmul()
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._matmul(x_TD, self._weight)
+        return self._matmul(x_TD, self.weight)
 
     @property
     def nbytes(self) -> int:
-        return self._weight.data.nbytes
+        return self.weight.data.nbytes
 
 
 class PackedFp16Linear:

@@ -95,7 +95,8 @@ class Roster:
             (self.owner(slot), length)
             for slot, length in zip(slots.tolist(), bound_S[slots].tolist(), strict=True)
         ]
-        num_ahead = pages.num_ahead(self.num_running)
+        # Nothing in advance while somebody waits for pages.
+        num_ahead = pages.num_ahead(self.num_running) if self._blocked_at is None else 0
         if num_ahead == 0:
             missing = sum(pages.num_missing(live, length) for live, length in wanted)
             if missing > pages.pool.num_available:
@@ -135,9 +136,11 @@ class Roster:
         if (head.uid, self.pages.pool.num_releases) == self._blocked_at:
             return None
         hit = self.pages.find_hit(head)
-        if self.pages.fits(head, hit, self.num_running):
-            return hit
-        if self.pages.reclaim(self.running()) and self.pages.fits(head, hit, self.num_running):
+        does_fit = self.pages.fits(head, hit, self.num_running)
+        if not does_fit and self.pages.reclaim(self.running()):
+            does_fit = self.pages.fits(head, hit, self.num_running)
+        if does_fit:
+            self._blocked_at = None
             return hit
         self._blocked_at = (head.uid, self.pages.pool.num_releases)
         return None

@@ -91,6 +91,12 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     assert last == b"data: [DONE]\n"
 
 
+def events_in(reply: bytes) -> list[dict[str, Any]]:
+    """The events of a whole reply as it came over the wire, with or without its chunk sizes."""
+    lines = [line for line in reply.split(b"\n") if line.startswith(b"data: {")]
+    return [json.loads(line[6:]) for line in lines]
+
+
 class ServerProcess:
     """A command of ours that serves, with its engine, in a process group of its own."""
 
@@ -184,15 +190,25 @@ class ServerProcess:
         finally:
             connection.close()
 
-    def open_stream(self, path: str, fields: Mapping[str, Any], *, read_buffer: int) -> socket.socket:
+    def open_stream(
+        self, path: str, fields: Mapping[str, Any], *, read_buffer: int | None = None
+    ) -> socket.socket:
         """A stream that was asked for and of which nothing was read; `read_buffer` is SO_RCVBUF."""
+        body = json.dumps({**fields, "stream": True}).encode()
+        return self.send_raw(path, body, read_buffer=read_buffer)
+
+    def send_raw(
+        self, path: str, body: bytes, *, missing: int = 0, read_buffer: int | None = None
+    ) -> socket.socket:
+        """A POST on a plain socket. `missing` bytes are announced and never come."""
         sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
+        if read_buffer is not None:  # before the connection: it decides the window
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
         sock.settimeout(PATIENCE_S)
         sock.connect(("127.0.0.1", self.port))
-        body = json.dumps({**fields, "stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head += f"Content-Length: {len(body) + missing}\r\n\r\n"
+        sock.sendall(head.encode() + body)
         return sock
 
     def gauge(self, name: str) -> float:

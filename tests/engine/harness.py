@@ -169,6 +169,7 @@ class Harness:
         self.requests: dict[int, EngineRequest] = {}
         self.constrained: set[int] = set()
         self.max_in_flight = 0
+        self._last_checked: StepPlan | None = None
         # A threaded runner is somewhere in the middle of things when we look.
         self._checks_bounds = not self.runner.is_threaded
 
@@ -200,11 +201,19 @@ class Harness:
         """The device ran everything launched: its truth must lie between the host's bounds."""
         table = self.engine.scheduler.table
         lower_S, upper_S = table.lower_S, table.upper_S
+        plan = self.runner.last_plan
+        is_new = plan is not None and plan is not self._last_checked
+        appends = plan.page_appends if plan is not None and is_new else None
+        self._last_checked = plan
         for index, slot in enumerate(self.runner.slots):
             if slot.init is None or table.uid_S[index] != slot.init.request.uid:
                 continue
             pages = self.engine.scheduler.pages_of(slot.init.request.uid)
             assert pages == [slot.table[i] for i in range(len(pages))]
+            if appends is not None:
+                mine = appends.slot == index
+                for at, page in zip(appends.index[mine], appends.page[mine], strict=True):
+                    assert pages[at] == page, "sent a page that is not the request's"
             assert slot.written_end <= len(pages) * self.info.page_size, "wrote foreign pages"
             committed = int(table.committed_S[index])
             assert table.tokens_SL[index, :committed].tolist() == slot.tokens[:committed]

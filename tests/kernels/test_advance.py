@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
-from paceline.kernels.advance import advance
+from paceline.kernels.advance import advance, advance_reference
 from paceline.request import Done
 
 
-def test_emitted_tokens_land_at_each_slots_own_length() -> None:
+@pytest.mark.parametrize("advance", [advance, advance_reference])
+def test_emitted_tokens_land_at_each_slots_own_length(advance: Callable[..., None]) -> None:
     tokens_SL = torch.zeros(4, 10, dtype=torch.int32)
     num_tokens_S = torch.tensor([5, 3, 7, 0], dtype=torch.int32)
     num_computed_S = num_tokens_S - 1
