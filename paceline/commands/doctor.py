@@ -217,11 +217,12 @@ def _choices(report: Report, torch: dict[str, Any]) -> None:
         report.add(section, "note", "nothing until torch can be imported")
         return
     if torch["gpus"]:
-        gpu = torch["gpus"][0]
-        report.add(section, "ok", f"cuda: {gpu['name']} (--device cpu for the CPU)")
-        return
+        report.add(section, "note", "no GPU: the CUDA path does not exist yet")
     report.add(section, "ok", f"cpu: torch's {torch['capability']} kernels")
-    if torch["packed"]:
+    if _version("numba"):
+        text = "half-precision and quantised weights: as the checkpoint has them, vector kernels"
+        report.add(section, "ok", text)
+    elif torch["packed"]:
         text = "half-precision and quantised weights: packed fp16 through FBGEMM"
         report.add(section, "ok", text)
     else:

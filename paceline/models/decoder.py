@@ -6,6 +6,7 @@ Computes; never loads (models/loading) and never looks at requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -40,6 +41,18 @@ class ForwardInputs:
     attention: AttentionBatch
 
 
+class FusedLayers(Protocol):
+    """All layers of a decoder as one call: `Decoder._run_layers` to the bit."""
+
+    def __call__(
+        self,
+        residual_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: list[LayerPages],
+    ) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class Decoder:
     """A whole causal LM: tokens in, final hidden states out; logits on request."""
@@ -51,13 +64,26 @@ class Decoder:
     lm_head: Linear
     rotation: Tensor  # complex64 [max_model_len, head_size / 2]
     kernels: Kernels
+    fused: FusedLayers | None = None  # the loop of `_run_layers` in one call, where there is one
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
         """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
-        eps, scale = self.spec.norm_eps, self.spec.head_size**-0.5
-        rms_norm, add_rms_norm, silu_and_mul, place_heads, paged_attention = self.kernels
         residual_TD = self.embedding_VD.index_select(0, inputs.token_T).float()
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
+        run = self._run_layers if self.fused is None else self.fused
+        delta_TD = run(residual_TD, rotation_TH, inputs, pages)
+        return self.kernels.add_rms_norm(residual_TD, delta_TD, self.final_norm, self.spec.norm_eps)
+
+    def _run_layers(
+        self,
+        residual_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: list[LayerPages],
+    ) -> Tensor:
+        """What the last layer adds to the residual, which is updated in place before that."""
+        eps, scale = self.spec.norm_eps, self.spec.head_size**-0.5
+        rms_norm, add_rms_norm, silu_and_mul, place_heads, paged_attention = self.kernels
         slot_T, batch = inputs.page_slot_T, inputs.attention
         delta_TD: Tensor | None = None
         for layer, kv in zip(self.layers, pages, strict=True):
@@ -72,7 +98,7 @@ class Decoder:
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
             delta_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
         assert delta_TD is not None
-        return add_rms_norm(residual_TD, delta_TD, self.final_norm, eps)
+        return delta_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V] of the rows that sample."""

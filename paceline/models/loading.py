@@ -24,6 +24,7 @@ from paceline.layers.rope import (
     rotation_table,
 )
 from paceline.models.decoder import Decoder, DecoderLayer
+from paceline.models.fused import fuse_layers
 from paceline.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ def load_decoder(
             progress("weights", (i + 1) / (spec.num_layers + 1))
     embedding = read.tensor("model.embed_tokens.weight")
     head = "lm_head" if has_head else "model.embed_tokens"
+    kernels = pick_kernels(formats.device, spec.head_size, spec.group_size)
     decoder = Decoder(
         spec=spec,
         embedding_VD=embedding.to(formats.device, formats.embedding),
@@ -165,7 +167,8 @@ def load_decoder(
         final_norm=read.norm("model.norm.weight"),
         lm_head=read.linear([head]),
         rotation=_rotation(spec, source, max_model_len).to(formats.device),
-        kernels=pick_kernels(formats.device, spec.head_size, spec.group_size),
+        kernels=kernels,
+        fused=fuse_layers(spec, layers, kernels, formats.device),
     )
     if progress:
         progress("weights", 1.0)

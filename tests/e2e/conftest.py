@@ -27,9 +27,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def healthy(
-    served_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Disturbance]:
+def healthy(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbance]:
     """A server with eight streams to disturb. It must get through all of it without a traceback."""
     log = tmp_path_factory.mktemp("log") / "server.txt"
     with served(served_model, log, "--max-request-bytes", "1M", "--max-num-seqs", "16") as process:

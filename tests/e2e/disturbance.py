@@ -31,16 +31,22 @@ def healthy_requests() -> list[tuple[str, dict[str, Any]]]:
 class Disturbance:
     """A server, what its eight streams say when nothing happens, and a way to disturb them."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, expected: list[Streamed] | None = None) -> None:
+        """`expected` is what another server of the same model said when nothing happened."""
         self.server = server
         self._requests = healthy_requests()
         self._pool = ThreadPoolExecutor(len(self._requests))
+        self.undisturbed_s = 0.0
+        self.expected = expected or self._undisturbed()
+
+    def _undisturbed(self) -> list[Streamed]:
         began_s = time.monotonic()
-        self._expected = list(self._pool.map(self._stream, range(len(self._requests))))
+        expected = list(self._pool.map(self._stream, range(len(self._requests))))
         self.undisturbed_s = time.monotonic() - began_s
-        for said in self._expected:
+        for said in expected:
             assert (len(said.token_ids), said.finish_reason) == (NUM_TOKENS, "length")
-        assert len({tuple(said.token_ids) for said in self._expected}) == len(self._expected)
+        assert len({tuple(said.token_ids) for said in expected}) == len(expected)
+        return expected
 
     def during(self, disturb: Callable[[], None], *, rounds: int = 10) -> None:
         """Call `disturb` again and again while all eight streams run, and compare them.
@@ -53,9 +59,11 @@ class Disturbance:
                 disturb()
 
     @contextlib.contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Within it the eight streams run; they are compared at the end, whatever happened."""
+    def streaming(self, *, once: bool = False) -> Iterator[None]:
+        """Within it the eight streams run, again and again or once; all of them are compared."""
         is_over = threading.Event()
+        if once:
+            is_over.set()
         begun = threading.Semaphore(0)
         futures = [
             self._pool.submit(self._repeat, i, begun, is_over) for i in range(len(self._requests))
@@ -77,7 +85,7 @@ class Disturbance:
     def _repeat(self, index: int, begun: threading.Semaphore, is_over: threading.Event) -> None:
         while True:
             said = self._stream(index, begun)
-            assert said == self._expected[index], f"stream {index} was disturbed"
+            assert said == self.expected[index], f"stream {index} was disturbed"
             if is_over.is_set():
                 return
 

@@ -105,13 +105,14 @@ class ServerProcess:
         arguments: Sequence[str],
         log: Path,
         *,
-        max_files: int | None = None,
+        limit: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`limit` is what bash's ulimit is given: "-n 1024", "-f 100"."""
         self.log = log
         command = [*PACELINE, *arguments]
-        if max_files is not None:
-            command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
+        if limit is not None:
+            command = ["bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *command]
         with log.open("wb") as file:
             self.popen = subprocess.Popen(
                 command,
@@ -231,11 +232,11 @@ def started(
     arguments: Sequence[str],
     log: Path,
     *,
-    max_files: int | None = None,
+    limit: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """A command that runs; whatever is left of it afterwards is killed."""
-    process = ServerProcess(arguments, log, max_files=max_files, environment=environment)
+    process = ServerProcess(arguments, log, limit=limit, environment=environment)
     try:
         yield process
     finally:
@@ -248,16 +249,27 @@ def started(
 
 @contextlib.contextmanager
 def served(
-    model: Path | str, log: Path, *flags: str, max_files: int | None = None
+    model: Path | str, log: Path, *flags: str, limit: str | None = None
 ) -> Iterator[ServerProcess]:
     """`paceline serve` that is ready."""
-    with started(["serve", str(model), *FLAGS, *flags], log, max_files=max_files) as process:
+    with started(["serve", str(model), *FLAGS, *flags], log, limit=limit) as process:
         process.await_ready()
         yield process
 
 
-def free_port() -> int:
-    """A port that nobody has, for servers that are asked something before they are ready."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
+def complaint(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    code: int = 1,
+    limit: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """The one line with which a command refuses; it has ended with `code` and left no process."""
+    with started(arguments, log, limit=limit, environment=environment) as process:
+        assert process.await_exit() == code, process.said()
+        said = process.said()
+    assert "Traceback" not in said
+    lines = said.splitlines()
+    assert [line for line in lines if line.startswith("paceline: ")] == lines[-1:], said
+    return lines[-1]

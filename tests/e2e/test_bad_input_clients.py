@@ -40,9 +40,7 @@ def leave_a_stream(server: ServerProcess, leave: Callable[[socket.socket], None]
     leave(sock)
 
 
-def leave_before_the_answer(
-    server: ServerProcess, leave: Callable[[socket.socket], None]
-) -> None:
+def leave_before_the_answer(server: ServerProcess, leave: Callable[[socket.socket], None]) -> None:
     leave(server.send_raw(TEXT, json.dumps(LONG).encode()))
 
 

@@ -121,7 +121,9 @@ BAD: dict[str, list[Bad]] = {
         text("at most 100", "logit_bias", logit_bias={"5": 1e9}),
         text("stop has 1000 strings; at most 64", "stop", stop=["x"] * 1000),
         text("9 entries|at most 3 drafts", "num_speculative_tokens", num_speculative_tokens=9),
-        raw("seed: Integer value out of range", b'{"prompt":"a","seed":%s}' % (b"9" * 9999), "seed"),
+        raw(
+            "seed: Integer value out of range", b'{"prompt":"a","seed":%s}' % (b"9" * 9999), "seed"
+        ),
     ],
     "NaN and Infinity": [
         raw("JSON has no NaN", b'{"prompt": "a", "temperature": NaN}'),
@@ -183,7 +185,9 @@ BAD: dict[str, list[Bad]] = {
         )
     ],
     "an unknown route": [
-        Bad(404, "no '/v1/complete'. Did you mean '/v1/comp", None, "not_found", path="/v1/complete"),
+        Bad(
+            404, "no '/v1/complete'. Did you mean '/v1/comp", None, "not_found", path="/v1/complete"
+        ),
         Bad(404, "There is no '/nowhere'", None, "not_found", method="GET", path="/nowhere"),
     ],
     "a wrong method": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -118,5 +119,50 @@ def test_machine_code_is_kept_under_the_cache_folder(
         numba_jit._cache_folder.cache_clear()
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 7, 40])
+def test_a_damaged_cache_is_compiled_over(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    keep_bytes: int,
+) -> None:
+    monkeypatch.setattr(numba_jit, "cache_dir", lambda: tmp_path)
+    numba_jit._cache_folder.cache_clear()
+    try:
+        assert jit(_twice)(3) == 6
+        c_function(_nothing, 1)
+        for path in (tmp_path / "numba").rglob("*.nb[ci]"):
+            path.write_bytes(path.read_bytes()[:keep_bytes])
+        assert jit(_twice)(3) == 6
+        assert c_function(_nothing, 1)
+        assert "remove that folder" in caplog.text
+    finally:
+        numba_jit._cache_folder.cache_clear()
+
+
+def test_a_full_disk_costs_the_cache_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba_jit, "cache_dir", lambda: tmp_path)
+    numba_jit._cache_folder.cache_clear()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        numba_jit._cache_folder()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        doubled, address = jit(_twice)(3), c_function(_nothing, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert doubled == 6
+        assert address
+        assert "File too large" in caplog.text
+        assert not list((tmp_path / "numba").rglob("*.nbc"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        numba_jit._cache_folder.cache_clear()
+
+
 def _twice(x: int) -> int:
     return 2 * x
+
+
+def _nothing(x: int) -> None:
+    pass

@@ -74,3 +74,28 @@ def test_a_token_has_the_same_logits_in_any_batch_window_or_chunk(
         at += width
     assert at == LENGTH
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_layers_in_one_call_equal_layers_one_by_one(tmp_path: Path, family: str) -> None:
+    model = tiny(tmp_path, family, panels_fp32)
+    assert model.fused is not None
+    rows = [(0, 0, 70), (1, 0, 1), (2, 0, 6)]
+    fused = Sequences(model).logits(rows)
+    model.fused = None
+    for found, expected in zip(fused, Sequences(model).logits(rows), strict=True):
+        assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_a_layer_without_panels_keeps_the_loop(tmp_path: Path) -> None:
+    """Head size 300 is beyond the vector attention, and 52 outputs are no whole panels."""
+    for changes in ({"head_dim": 300}, {"hidden_size": 52, "head_dim": 8}):
+        save_tiny(tmp_path, "llama", **changes)
+        files = locate(str(tmp_path))
+        formats = WeightFormats(panels_fp32, torch.float32, torch.float32, CPU)
+        spec = read_spec(files.config)
+        model = load_decoder(spec, open_weights(files), formats, max_model_len=256)
+        assert model.fused is None
+        assert Sequences(model).logits([(0, 0, 5)])[0].isfinite().all()

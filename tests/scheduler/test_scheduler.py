@@ -336,6 +336,20 @@ def test_pages_held_in_advance_are_given_back_before_anybody_waits() -> None:
     assert first.num_preemptions == second.num_preemptions == 0
 
 
+def test_pages_held_in_advance_are_given_back_before_anybody_gives_way() -> None:
+    """The second request grows four times as fast and ends before the pool is really full."""
+    info = runner_info(num_pages=64, page_size=1, num_slots=2, max_model_len=64, max_k=3)
+    harness = Harness(info)
+    harness.runner.acceptance, harness.runner.no_draft = 1.0, 0.0
+    harness.add(request(1, prompt(2), max_tokens=15, num_speculative_tokens=0))
+    harness.turn()
+    assert len(harness.engine.scheduler.pages_of(1)) >= 15
+    harness.add(request(2, prompt(2, 30), max_tokens=40))
+    harness.run()
+    harness.check_outputs()
+    assert harness.num_preemptions == 0
+
+
 # ---- results that say little
 
 

