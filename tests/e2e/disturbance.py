@@ -59,14 +59,18 @@ class Disturbance:
                 disturb()
 
     @contextlib.contextmanager
-    def streaming(self, *, once: bool = False) -> Iterator[None]:
-        """Within it the eight streams run, again and again or once; all of them are compared."""
+    def streaming(self, *, once: bool = False, pause_s: float = 0.0) -> Iterator[None]:
+        """Within it the eight streams run, again and again or once; all of them are compared.
+
+        With a pause between two of them they leave processor time to what they are not part of.
+        """
         is_over = threading.Event()
         if once:
             is_over.set()
         begun = threading.Semaphore(0)
         futures = [
-            self._pool.submit(self._repeat, i, begun, is_over) for i in range(len(self._requests))
+            self._pool.submit(self._repeat, i, begun, is_over, pause_s)
+            for i in range(len(self._requests))
         ]
         try:
             for _ in futures:
@@ -82,11 +86,13 @@ class Disturbance:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _repeat(self, index: int, begun: threading.Semaphore, is_over: threading.Event) -> None:
+    def _repeat(
+        self, index: int, begun: threading.Semaphore, is_over: threading.Event, pause_s: float
+    ) -> None:
         while True:
             said = self._stream(index, begun)
             assert said == self.expected[index], f"stream {index} was disturbed"
-            if is_over.is_set():
+            if is_over.wait(pause_s):
                 return
 
     def _stream(self, index: int, begun: threading.Semaphore | None = None) -> Streamed:
