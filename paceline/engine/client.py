@@ -68,6 +68,7 @@ class EngineClient:
         self._has_stopped = False
         self._death_reason: str | None = None
         self._dead: EngineDead | None = None
+        self._early_frames: list[bytes] = []  # read by `_read_last_words`, for `pump` to take
         self._to_abort: list[int] = []
         self._templates: dict[str | None, ChatTemplate] = {}
         # An engine outlives neither its client nor the interpreter, also when nobody calls close.
@@ -231,7 +232,8 @@ class EngineClient:
             raise self._dead
         channel = self._handle.channel
         news: dict[Generation, list[Delta]] = {}
-        for frame in channel.receive(timeout_s):
+        early, self._early_frames = self._early_frames, []
+        for frame in [*early, *channel.receive(0.0 if early else timeout_s)]:
             match decode(frame):
                 case StepMessage() as message:
                     self._take_step(message, news)
@@ -378,7 +380,15 @@ class EngineClient:
         try:
             self._handle.channel.send(frame)
         except ChannelClosed:
+            self._read_last_words()
             raise EngineDead(self._death_notice()) from None
+
+    def _read_last_words(self) -> None:
+        """The engine said why before it closed its end; that lies in what `pump` has not read."""
+        self._early_frames += self._handle.channel.receive()
+        for frame in self._early_frames:
+            if isinstance(message := decode(frame), Died):
+                self._death_reason = message.reason
 
     def _die(self, news: dict[Generation, list[Delta]]) -> None:
         """The engine's end is closed: end what is open, and raise from here on."""

@@ -39,8 +39,8 @@ _DIRECT_ROWS = 36
 _SLAB = 768
 _MOST_PANELS = 4
 _PANEL_BYTES = 4 * PANEL * _SLAB
-# Tiles of a product with few rows: so many that threads finish together.
-_TILES = 32
+# Tiles of a product with few rows, per thread: so many that threads finish together.
+_TILES_PER_THREAD = 16
 
 
 def _body(code: int) -> Callable[[int, int, int], None]:
@@ -107,7 +107,7 @@ def launch_product(
     data, bias, num_blocks = weight
     num_panels = width // PANEL
     if num_rows <= _DIRECT_ROWS:
-        per_tile = max(1, num_panels // _TILES)
+        per_tile = max(1, num_panels // (_TILES_PER_THREAD * num_threads(team)))
     else:
         per_tile = min(max(1, num_panels // (3 * num_threads(team))), _MOST_PANELS)
     arguments = packed(
@@ -134,6 +134,8 @@ def num_blocks(weight: PanelWeight) -> int:
 
 def matmul(x_TD: Tensor, weight: PanelWeight) -> Tensor:
     """x W^T + bias, fp32, [T, N]."""
+    assert x_TD.dtype == torch.float32
+    assert x_TD.stride(1) == 1
     kind, width, num_outputs = weight.kind, weight.width, weight.num_outputs
     num_rows = x_TD.shape[0]
     out_TN = torch.empty(num_rows, width)

@@ -120,6 +120,7 @@ def _cache_folder() -> Path | None:
     for path in sources:
         digest.update(path.read_bytes())
     folder = cache_dir() / "numba" / digest.hexdigest()
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -130,4 +131,6 @@ def _cache_folder() -> Path | None:
             error.strerror,
         )
         return None
+    if is_new:
+        logger.info("compiling the CPU kernels, some 15 s; later starts find them in %s", folder)
     return folder if os.access(folder, os.W_OK | os.X_OK) else None

@@ -45,6 +45,7 @@ class _NumbaLayers:
     ) -> None:
         from paceline.kernels import numba_layers
 
+        numba_layers.compile_ahead()
         self._kernels = numba_layers
         self._layers = numba_layers.address_table(
             [

@@ -170,6 +170,10 @@ def load_decoder(
         kernels=kernels,
         fused=fuse_layers(spec, layers, kernels, formats.device),
     )
+    if decoder.fused is not None:
+        # The kernels around the layers: compiled now, not while the first request waits.
+        zeros_TD = torch.zeros(1, spec.hidden_size)
+        decoder.logits(kernels.add_rms_norm(zeros_TD, zeros_TD, decoder.final_norm, 1.0))
     if progress:
         progress("weights", 1.0)
     return decoder

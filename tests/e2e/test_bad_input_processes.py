@@ -23,7 +23,7 @@ from paceline.checkpoint.default_model import FILE_NAME
 from tests.checkpoint.gguf_writing import write_gguf
 from tests.checkpoint.vocabularies import byte_level
 from tests.e2e.disturbance import Disturbance
-from tests.e2e.serving import FLAGS, ServerProcess, complaint, served, started
+from tests.e2e.serving import FLAGS, PATIENCE_S, ServerProcess, complaint, served, started
 from tests.server.fake_client import wait_for
 from tests.tiny import save_tiny, tiny_config
 
@@ -196,7 +196,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config whose dummy weights take many seconds to make."""
     folder = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2000}
-    tiny_config("llama", **sizes).save_pretrained(folder)
+    tiny_config("llama", architectures=["LlamaForCausalLM"], **sizes).save_pretrained(folder)
     return folder
 
 
@@ -207,10 +207,7 @@ def test_ctrl_c_while_loading_ends_it_within_two_seconds_and_leaves_no_child(
     flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes", "256M"]
     arguments = ["serve", str(large_model), *FLAGS, *flags]
     with healthy.streaming(pause_s=PAUSE_S), started(arguments, tmp_path / "log") as process:
-        if moment == "starting":
-            wait_for(lambda: len(process.pids) == 2)
-        else:
-            wait_for(lambda: "Loading: weights" in process.said(), 60.0)
+        wait_for(lambda: _has_come(moment, process), PATIENCE_S)
         began_s = time.monotonic()
         os.killpg(process.popen.pid, signal.SIGINT)  # as a terminal does: to all of them
         code = process.await_exit(10.0)
@@ -218,6 +215,11 @@ def test_ctrl_c_while_loading_ends_it_within_two_seconds_and_leaves_no_child(
     assert took_s < 2.0
     assert code == 0
     assert "Traceback" not in process.said()
+
+
+def _has_come(moment: str, process: ServerProcess) -> bool:
+    assert process.popen.poll() is None, process.said()
+    return len(process.pids) == 2 if moment == "starting" else "Loading: weights" in process.said()
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(

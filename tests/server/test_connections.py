@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import http.client
-import json
 import socket
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,36 +15,15 @@ from paceline.server import http as http_module
 from paceline.server.listen import Acceptor, bind, connection_limit, request_limit
 from paceline.server.options import ServerOptions
 from tests.server.fake_client import FakeClient
+from tests.server.flood import flood
 from tests.server.processes import running
 from tests.server.serving import serving
 
 
-async def ask(port: int, results: Counter[str]) -> None:
-    """One request on a connection of its own; everything must happen within the time."""
-    body = json.dumps({"prompt": "abc", "max_tokens": 8}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    try:
-        async with asyncio.timeout(40):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            with contextlib.closing(writer):
-                writer.write(head + body)
-                reply = await reader.readuntil(b"\r\n\r\n")
-                length = next(h for h in reply.split(b"\r\n") if h.startswith(b"content-length"))
-                await reader.readexactly(int(length.split(b":")[1]))
-                results[reply[9:12].decode()] += 1
-    except ConnectionRefusedError:
-        results["refused"] += 1
-
-
 def test_a_flood_over_the_limit_of_files_is_answered_to_the_last() -> None:
     """Many times more connections at once than the server may have files."""
-    results: Counter[str] = Counter()
-
-    async def flood(port: int) -> None:
-        await asyncio.gather(*(ask(port, results) for _ in range(800)))
-
     with running("delay_s=0.005 slots=16", max_files=120) as process:
-        asyncio.run(flood(process.port))
+        results = flood(process.port, 800)
         assert results.total() == 800
         assert set(results) <= {"200", "429", "refused"}
         assert results["200"] >= 16

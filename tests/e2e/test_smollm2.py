@@ -1,0 +1,131 @@
+"""The default model as a newcomer meets it: `paceline serve` with no MODEL, asked by `openai`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from paceline.checkpoint.default_model import NAME, fetch_default_model
+from paceline.errors import CheckpointError
+from tests.e2e.serving import ServerProcess, Streamed, started
+
+FLAGS = ["--cpu-threads", "1", "--port", "0", "--kv-cache-memory-bytes", "256M"]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the capital of France?"}
+]
+SENTENCE = "The old lighthouse keeper counted seven ships before the fog rolled in at noon."
+# One that asks for its own words back (drafts are accepted), one to talk about, one to continue.
+PROMPTS = [
+    f"<|im_start|>user\nRepeat this sentence three times: {SENTENCE}<|im_end|>\n"
+    f"<|im_start|>assistant\n{SENTENCE}\n",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+    "1, 2, 3, 4, 5, 6, 7, 8,",
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The command of the README, with its default drafter (n-gram, K = 5)."""
+    try:
+        fetch_default_model()
+    except CheckpointError as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+    with started(["serve", *FLAGS], tmp_path_factory.mktemp("smollm2") / "log") as process:
+        process.await_ready()
+        yield process
+        assert "Traceback" not in process.said()
+
+
+@pytest.fixture(scope="module")
+def without_drafts(
+    server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ServerProcess, float]]:
+    """(the same model without a drafter, seconds until it was ready): the second start here."""
+    log = tmp_path_factory.mktemp("without") / "log"
+    began_s = time.monotonic()
+    with started(["serve", *FLAGS, "--speculative-config", "none"], log) as process:
+        process.await_ready()
+        yield process, time.monotonic() - began_s
+
+
+@pytest.fixture(scope="module")
+def api(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=120
+    )
+
+
+def test_the_capital_of_france_is_paris(api: openai.OpenAI) -> None:
+    assert [model.id for model in api.models.list()] == [NAME]
+    reply = api.chat.completions.create(model=NAME, messages=QUESTION, temperature=0)
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens < 64
+
+
+def test_the_capital_of_france_streams_and_is_still_paris(api: openai.OpenAI) -> None:
+    whole = api.chat.completions.create(model=NAME, messages=QUESTION, temperature=0)
+    stream = api.chat.completions.create(model=NAME, messages=QUESTION, temperature=0, stream=True)
+    chunks = list(stream)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert "Paris" in said
+    assert said == whole.choices[0].message.content
+    assert len(chunks) > 3  # it came in pieces
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_it_names_paris_with_the_sampling_that_its_card_advises(api: openai.OpenAI) -> None:
+    """No temperature given: the default of the model applies, and a seed makes it repeat."""
+    replies = [api.chat.completions.create(model=NAME, messages=QUESTION, seed=5) for _ in range(2)]
+    first, second = (reply.choices[0].message.content for reply in replies)
+    assert "Paris" in (first or "")
+    assert first == second
+
+
+def test_greedy_tokens_with_the_default_drafter_equal_those_without(
+    server: ServerProcess, without_drafts: tuple[ServerProcess, float]
+) -> None:
+    """In the default format, which keeps the checkpoint's 4-bit weights.
+
+    Equality to the last token may be expected because every product gives a row the same bits
+    whatever rows it is computed with: a token that is verified among drafts gets the logits that
+    it gets alone.
+    """
+    accepted = 0
+    for prompt in PROMPTS:
+        drafted, used = generate(server, prompt)
+        alone, _ = generate(without_drafts[0], prompt)
+        assert drafted == alone, prompt
+        assert len(drafted.token_ids) == 64
+        accepted += used
+    assert accepted > 20, "hardly a draft was accepted, so this test has shown nothing"
+
+
+def generate(server: ServerProcess, prompt: str) -> tuple[Streamed, int]:
+    """(64 greedy tokens, how many of them were accepted drafts)"""
+    fields = {"prompt": prompt, "temperature": 0, "max_tokens": 64, "ignore_eos": True}
+    options = {"include_usage": True}
+    said, accepted = Streamed(), 0
+    asked = {**fields, "return_token_ids": True, "stream_options": options}
+    for event in server.stream("/v1/completions", asked):
+        said.take(event)
+        if event.get("usage"):
+            details = event["usage"]["completion_tokens_details"]
+            accepted = details["accepted_prediction_tokens"]
+    return said, accepted
+
+
+def test_the_second_start_is_quick(
+    without_drafts: tuple[ServerProcess, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seconds is what it should take on a machine that does nothing else."""
+    took_s = without_drafts[1]
+    with capsys.disabled():
+        sys.stdout.write(f"[second start of the default model: {took_s:.1f} s]")
+    assert took_s <= 30.0
