@@ -157,10 +157,13 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
         narrow = files.kind == "gguf" or stored in ("bfloat16", "float16")
     else:
         narrow = wanted != "float32"
+    # The table is read a row at a time, so it costs memory and no bandwidth: never rounded.
+    # Dequantised values need more bits than half precision has.
+    embedding = torch.float32 if files.kind == "gguf" else names.get(stored, torch.float32)
     if narrow and has_numba(_CPU):
         return WeightFormats(
             narrow_panels,
-            torch.float16,
+            embedding,
             torch.float32,
             _CPU,
             round_to,
@@ -170,7 +173,7 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
     if narrow and packed_fp16_works():
         return WeightFormats(
             packed_fp16,
-            torch.float16,
+            embedding,
             torch.float32,
             _CPU,
             round_to,
