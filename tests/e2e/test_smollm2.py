@@ -18,6 +18,7 @@ FLAGS = ["--cpu-threads", "1", "--port", "0", "--kv-cache-memory-bytes", "256M"]
 QUESTION: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the capital of France?"}
 ]
+NUM_TOKENS = 40
 SENTENCE = "The old lighthouse keeper counted seven ships before the fog rolled in at noon."
 # One that asks for its own words back (drafts are accepted), one to talk about, one to continue.
 PROMPTS = [
@@ -80,12 +81,18 @@ def test_the_capital_of_france_streams_and_is_still_paris(api: openai.OpenAI) ->
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_it_names_paris_with_the_sampling_that_its_card_advises(api: openai.OpenAI) -> None:
-    """No temperature given: the default of the model applies, and a seed makes it repeat."""
-    replies = [api.chat.completions.create(model=NAME, messages=QUESTION, seed=5) for _ in range(2)]
-    first, second = (reply.choices[0].message.content for reply in replies)
-    assert "Paris" in (first or "")
-    assert first == second
+def test_an_answer_with_the_sampling_that_its_card_advises_repeats_for_a_seed(
+    api: openai.OpenAI,
+) -> None:
+    """No temperature is given: the model's own default samples (it is 0.2, so seeds differ)."""
+    said = [
+        api.chat.completions.create(model=NAME, messages=QUESTION, seed=seed, max_tokens=24)
+        .choices[0]
+        .message.content
+        for seed in (*range(4), *range(4))
+    ]
+    assert said[:4] == said[4:]
+    assert len(set(said)) > 1
 
 
 def test_greedy_tokens_with_the_default_drafter_equal_those_without(
@@ -102,14 +109,14 @@ def test_greedy_tokens_with_the_default_drafter_equal_those_without(
         drafted, used = generate(server, prompt)
         alone, _ = generate(without_drafts[0], prompt)
         assert drafted == alone, prompt
-        assert len(drafted.token_ids) == 64
+        assert len(drafted.token_ids) == NUM_TOKENS
         accepted += used
-    assert accepted > 20, "hardly a draft was accepted, so this test has shown nothing"
+    assert accepted > 15, "hardly a draft was accepted, so this test has shown nothing"
 
 
 def generate(server: ServerProcess, prompt: str) -> tuple[Streamed, int]:
-    """(64 greedy tokens, how many of them were accepted drafts)"""
-    fields = {"prompt": prompt, "temperature": 0, "max_tokens": 64, "ignore_eos": True}
+    """(greedy tokens, how many of them were accepted drafts)"""
+    fields = {"prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     options = {"include_usage": True}
     said, accepted = Streamed(), 0
     asked = {**fields, "return_token_ids": True, "stream_options": options}
