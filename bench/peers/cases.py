@@ -91,10 +91,10 @@ def _lookup_name(k: int, low: int, high: int) -> str:
 
 def cases(threads: int) -> list[Case]:
     """All of them, in the order of the table."""
-    chat_bar = Bar(NGRAM, (OURS,), must=0.95)
-    no_loss = Bar(OURS, (SYNC,), must=1.0)
-    few_threads = tuple(Bar(f"{OURS} {n} threads", (OURS,)) for n in range(1, threads))
-    lookups = tuple(Bar(_lookup_name(*lookup), (OURS,)) for lookup in LOOKUPS)
+    return [*_against_peers(), *_against_ourselves(), *_side_cases(threads)]
+
+
+def _against_peers() -> list[Case]:
     return [
         Case(
             "one-request",
@@ -142,6 +142,13 @@ def cases(threads: int) -> list[Case]:
             ),
             rounds=3,
         ),
+    ]
+
+
+def _against_ourselves() -> list[Case]:
+    chat_bar = Bar(NGRAM, (OURS,), must=0.95)
+    no_loss = Bar(OURS, (SYNC,), must=1.0)
+    return [
         Case(
             "run-ahead.1",
             "run-ahead 1 against 0, one request of 16 + 32 tokens: all tokens / all time",
@@ -178,6 +185,13 @@ def cases(threads: int) -> list[Case]:
             (chat_bar,),
             rounds=1,
         ),
+    ]
+
+
+def _side_cases(threads: int) -> list[Case]:
+    few_threads = tuple(Bar(f"{OURS} {n} threads", (OURS,)) for n in range(1, threads))
+    lookups = tuple(Bar(_lookup_name(*lookup), (OURS,)) for lookup in LOOKUPS)
+    return [
         Case(
             "threads.1",
             "fewer threads, one request of 16 + 32 tokens: all tokens / all time",

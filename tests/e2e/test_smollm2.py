@@ -20,10 +20,9 @@ QUESTION: list[ChatCompletionMessageParam] = [
 ]
 NUM_TOKENS = 40
 SENTENCE = "The old lighthouse keeper counted seven ships before the fog rolled in at noon."
-# One that asks for its own words back (drafts are accepted), one to talk about, one to continue.
+# One that goes on repeating itself (drafts are accepted), one to talk about, one to count on.
 PROMPTS = [
-    f"<|im_start|>user\nRepeat this sentence three times: {SENTENCE}<|im_end|>\n"
-    f"<|im_start|>assistant\n{SENTENCE}\n",
+    f"{SENTENCE} " * 3,
     "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
     "1, 2, 3, 4, 5, 6, 7, 8,",
 ]
@@ -81,18 +80,23 @@ def test_the_capital_of_france_streams_and_is_still_paris(api: openai.OpenAI) ->
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_an_answer_with_the_sampling_that_its_card_advises_repeats_for_a_seed(
-    api: openai.OpenAI,
-) -> None:
-    """No temperature is given: the model's own default samples (it is 0.2, so seeds differ)."""
+def test_the_command_that_serve_prints_gets_paris(api: openai.OpenAI) -> None:
+    """It sends messages and nothing else, so the model's own defaults must be good enough."""
+    reply = api.chat.completions.create(model=NAME, messages=QUESTION)
+    assert "Paris" in (reply.choices[0].message.content or "")
+
+
+def test_a_sampled_answer_repeats_for_its_seed_and_differs_for_another(api: openai.OpenAI) -> None:
     said = [
-        api.chat.completions.create(model=NAME, messages=QUESTION, seed=seed, max_tokens=24)
+        api.chat.completions.create(
+            model=NAME, messages=QUESTION, temperature=1, seed=seed, max_tokens=16
+        )
         .choices[0]
         .message.content
-        for seed in (*range(4), *range(4))
+        for seed in (1, 2, 1, 2)
     ]
-    assert said[:4] == said[4:]
-    assert len(set(said)) > 1
+    assert said[:2] == said[2:]
+    assert said[0] != said[1]
 
 
 def test_greedy_tokens_with_the_default_drafter_equal_those_without(

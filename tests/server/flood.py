@@ -78,4 +78,4 @@ def main(port: int, count: int, max_tokens: int, within_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), within_s=float(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
