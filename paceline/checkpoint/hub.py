@@ -5,11 +5,13 @@ The only module that imports huggingface_hub, which reads HF_ENDPOINT, HF_HUB_OF
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from paceline.errors import CheckpointError, MissingExtra
@@ -17,6 +19,7 @@ from paceline.errors import CheckpointError, MissingExtra
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,45 @@ def fetch(repo_id: str, revision: str | None, wanted: Callable[[list[str]], list
         if reason is None:
             raise _explained(hf, repo_id, revision, error) from None
         return _cached(hf, repo_id, revision, reason)
-    names = [file.rfilename for file in info.siblings or ()]
-    patterns = [glob.escape(name) for name in wanted(names)]
+    names = wanted([file.rfilename for file in info.siblings or ()])
+    if not names:
+        raise CheckpointError(f"{_shown(repo_id, revision)} holds no file that Paceline could use.")
     try:
-        folder = hf.snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
+        return Snapshot(_download(hf, repo_id, revision, names))
     except Exception as error:
         raise _explained(hf, repo_id, revision, error) from None
-    return Snapshot(Path(folder))
+
+
+def _download(hf: Any, repo_id: str, revision: str | None, names: list[str]) -> Path:
+    """The folder with these files. Several are fetched at a time, in threads nobody waits for.
+
+    The hub library's own `snapshot_download` waits for its threads, so that a hub which does not
+    answer would hold up everybody who wants to leave: Ctrl-C while loading must not take minutes.
+    """
+    # The first one tells the cache which commit the revision is; the others come from that.
+    folder = Path(hf.hf_hub_download(repo_id, names[0], revision=revision)).parent
+    todo: SimpleQueue[str] = SimpleQueue()
+    ends: SimpleQueue[Exception | None] = SimpleQueue()
+    for name in names[1:]:
+        todo.put(name)
+
+    def work() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                name = todo.get_nowait()
+                try:
+                    hf.hf_hub_download(repo_id, name, revision=folder.name)
+                    ends.put(None)
+                except Exception as error:
+                    ends.put(error)
+
+    for _ in range(min(_MAX_THREADS, len(names) - 1)):
+        threading.Thread(target=work, name="paceline-hub", daemon=True).start()
+    for _ in names[1:]:
+        failure = ends.get()
+        if failure is not None:
+            raise failure
+    return folder
 
 
 def _cached(hf: Any, repo_id: str, revision: str | None, reason: str) -> Snapshot:

@@ -37,6 +37,9 @@ class FakeHub:
     log: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
     cut_once: dict[str, int] = field(default_factory=dict)  # file -> bytes before the line drops
     failing: dict[str, int] = field(default_factory=dict)  # file -> status
+    stalling: str = ""  # the file whose content never comes
+    has_stalled: threading.Event = field(default_factory=threading.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
     is_down: bool = False
     url: str = ""
 
@@ -59,6 +62,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.is_over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -129,6 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(self.hub.failing[name], b"failing")
         if name not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        if self.command == "GET" and name == self.hub.stalling:
+            self.hub.has_stalled.set()
+            self.hub.is_over.wait()
+            self.close_connection = True
+            return None
         content = files[name]
         headers = {
             "ETag": f'"{_sha1(content)}"',
@@ -140,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted:
             start = int(wanted[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self._send(206 if wanted else 200, content[start:], headers, cut=name)
+        return self._send(206 if wanted else 200, content[start:], headers, cut=name)
 
     def _send(
         self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: str = ""

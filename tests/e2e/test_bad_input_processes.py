@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.checkpoint.default_model import FILE_NAME
+from tests.checkpoint import fake_hub
+from tests.checkpoint.fake_hub import FakeHub, Repo
 from tests.checkpoint.gguf_writing import write_gguf
 from tests.checkpoint.vocabularies import byte_level
 from tests.e2e.disturbance import Disturbance
@@ -220,6 +223,45 @@ def test_ctrl_c_while_loading_ends_it_within_two_seconds_and_leaves_no_child(
 def _has_come(moment: str, process: ServerProcess) -> bool:
     assert process.popen.poll() is None, process.said()
     return len(process.pids) == 2 if moment == "starting" else "Loading: weights" in process.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_a_signal_while_pip_fetches_ends_both(number: signal.Signals, tmp_path: Path) -> None:
+    """As a supervisor sends it: to the front alone. The index takes the question and is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(PATIENCE_S)
+        environment = {
+            "PACELINE_CACHE": str(tmp_path / "cache"),
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+        with started(["serve", *FLAGS], tmp_path / "log", environment=environment) as process:
+            asked, _ = index.accept()
+            with asked:
+                assert len(process.pids) == 3  # the front, its engine and pip
+                _leaves_quickly(process, number)
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_a_signal_while_a_silent_hub_is_asked_ends_it(served_model: Path, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in served_model.iterdir()}
+    commit = "c" * 40
+    hub = FakeHub(repos={"org/tiny": Repo({commit: files}, {"main": commit})})
+    hub.stalling = "tokenizer.json"
+    with fake_hub.serving(hub):
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        arguments = ["serve", "org/tiny", *FLAGS]
+        with started(arguments, tmp_path / "log", environment=environment) as process:
+            assert hub.has_stalled.wait(PATIENCE_S)
+            _leaves_quickly(process, signal.SIGINT)
+
+
+def _leaves_quickly(process: ServerProcess, number: signal.Signals) -> None:
+    began_s = time.monotonic()
+    process.send_signal(number)
+    assert process.await_exit(10.0) == 0
+    assert time.monotonic() - began_s < 2.0
+    assert "Traceback" not in process.said()
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(
