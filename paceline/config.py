@@ -34,7 +34,7 @@ class ModelConfig:
     )
     tokenizer: str | None = _opt(None, "folder, GGUF file or hub id of the tokenizer")
     revision: str | None = _opt(None, "branch, tag or commit of a hub id")
-    dtype: Dtype = _opt("auto", "weights and activations; on CPU auto packs fp16 weights")
+    dtype: Dtype = _opt("auto", "precision of the weights; auto keeps the checkpoint's")
     load_format: LoadFormat = _opt("auto", "dummy makes random weights from config.json alone")
     max_model_len: int | None = _opt(None, "most tokens of prompt and output together")
     generation_config: str = _opt("auto", "auto, none ('vllm') or a folder: default sampling")

@@ -80,6 +80,14 @@ class Admission:
         )
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        limit = self._info.max_model_len
+        if len(prompt_token_ids) >= limit:  # before millions of ids are looked at
+            raise PromptTooLong(
+                f"The prompt has {len(prompt_token_ids)} tokens; this model serves {limit} tokens "
+                f"of prompt and output together, so a prompt may have {limit - 1}. Shorten it or "
+                "raise --max-model-len.",
+                param="prompt",
+            )
         try:
             ids = np.asarray(prompt_token_ids)
         except (ValueError, OverflowError):
@@ -89,14 +97,6 @@ class Admission:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InvalidRequest("prompt_token_ids must be a list of integers.", param="prompt")
         self._check_range("prompt token id", (int(ids.min()), int(ids.max())), "prompt")
-        limit = self._info.max_model_len
-        if len(ids) >= limit:
-            raise PromptTooLong(
-                f"The prompt has {len(ids)} tokens; this model serves {limit} tokens of prompt and "
-                f"output together, so a prompt may have {limit - 1}. Shorten it or raise "
-                "--max-model-len.",
-                param="prompt",
-            )
         # A window of drafts needs room behind the newest token.
         pool = self._info.num_pages * self._info.page_size
         capacity = pool - self._info.max_k - self._info.draft_lookahead

@@ -31,7 +31,7 @@ from paceline.server.replies import (
     Usage,
 )
 from paceline.server.requests import ChatRequest
-from paceline.server.service import Prompt, Service
+from paceline.server.service import Client, Prompt, Service
 
 
 class ChatEndpoint:
@@ -47,8 +47,6 @@ class ChatEndpoint:
             params = chat_params(asked, client.default_sampling)
             service.check_room(params.n)
             text = await render(service, asked)
-            tokenizer, special = client.tokenizer, bool(asked.add_special_tokens)
-            ids = await service.off_loop(len(text), lambda: tokenizer.encode(text, special))
             spec = JobSpec(
                 id=f"chatcmpl-{uuid4().hex}",
                 model=model,
@@ -60,6 +58,7 @@ class ChatEndpoint:
                 needs_prompt_logprobs=asked.prompt_logprobs is not None,
             )
             try:
+                ids = await self._encode(client, text, bool(asked.add_special_tokens))
                 job = service.submit(spec, [Prompt(ids, text)], params, asked.priority or 0)
             except InvalidRequest as error:
                 raise renamed_prompt(error, "messages") from None
@@ -67,6 +66,12 @@ class ChatEndpoint:
         if spec.stream:
             return EventStream(service, job, shape, asked)
         return await answer(request, service, job, shape)
+
+    async def _encode(self, client: Client, text: str, special: bool) -> list[int]:
+        limit = client.info.max_model_len
+        return await self._service.off_loop(
+            len(text), lambda: client.tokenizer.encode_within(text, limit, special)
+        )
 
 
 @dataclass

@@ -65,12 +65,14 @@ class CompletionEndpoint:
     ) -> list[Prompt]:
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
         size = sum(len(p) for p in given)
+        limit = client.info.max_model_len
 
         def work() -> list[Prompt]:
             prompts = []
             for prompt in given:
                 if isinstance(prompt, str):
-                    prompts.append(Prompt(client.tokenizer.encode(prompt, special), prompt))
+                    ids = client.tokenizer.encode_within(prompt, limit, special)
+                    prompts.append(Prompt(ids, prompt))
                 else:
                     text = None
                     if asked.echo:

@@ -12,7 +12,11 @@ from tokenizers import Tokenizer as Backend
 from paceline.checkpoint.source import ModelFiles
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
 from paceline.checkpoint.tokenizer_files import load_backend
+from paceline.errors import PromptTooLong
 
+_MANY_CHARS = 4096
+# Tokens are shorter than this in any text that is not made of spaces or dashes alone.
+_HEAD_CHARS_PER_TOKEN = 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -43,7 +47,28 @@ class Tokenizer:
         self._byte_of_char = _byte_alphabet() if _is_byte_level(backend) else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > _MANY_CHARS:
+            # Only the package's batch calls let other threads run: streams, in a server.
+            return self.encode_batch([text], add_special_tokens)[0]
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, but a text of far more than `limit` tokens is refused by its beginning.
+
+        A few megabytes would take seconds and a hundred times their size in memory.
+        """
+        head = text[: _HEAD_CHARS_PER_TOKEN * limit + _MANY_CHARS]
+        if len(head) < len(text):
+            # Cutting may change the tokens next to the cut, never half of them.
+            count = len(self.encode(head, add_special_tokens))
+            if count > 2 * limit:
+                raise PromptTooLong(
+                    f"The prompt has {len(text)} characters, the first {len(head)} of which are "
+                    f"{count} tokens; this model serves {limit} tokens of prompt and output "
+                    "together. Shorten it or raise --max-model-len.",
+                    param="prompt",
+                )
+        return self.encode(text, add_special_tokens)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True

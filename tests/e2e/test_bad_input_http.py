@@ -66,7 +66,7 @@ def _many_words(count: int) -> Bad:
     """A chat that is far too long, as people paste them."""
     message = {"role": "user", "content": "hello " * count}
     body = json.dumps({"messages": [message]}).encode()
-    says = rf"has \d+ tokens; this model serves {MAX_MODEL_LEN}"
+    says = rf"has \d+ characters, .* this model serves {MAX_MODEL_LEN} tokens"
     return Bad(400, says, "messages", "context_length_exceeded", body, path=CHAT)
 
 
@@ -76,7 +76,8 @@ BAD: dict[str, list[Bad]] = {
         too_long("Zq" * 2000, rf"has 4000 tokens.*may have {MAX_MODEL_LEN - 1}"),
         too_long([5] * MAX_MODEL_LEN, rf"has {MAX_MODEL_LEN} tokens"),
         too_long([5] * 200_000, "has 200000 tokens"),
-        _many_words(20_000),
+        too_long("a" * 1_000_000, "has 1000000 characters"),
+        _many_words(100_000),
     ],
     "an empty prompt": [
         text("prompt is empty", "prompt", prompt=""),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from paceline.checkpoint.source import ModelFiles
-from paceline.errors import CheckpointError
+from paceline.checkpoint.tokenizer_config import TokenizerConfig
+from paceline.errors import CheckpointError, PromptTooLong
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoint.gguf_writing import write_tokenizer_only
 from tests.checkpoint.vocabularies import TEXTS, Vocabulary, byte_level, sentencepiece
@@ -335,3 +336,29 @@ def test_one_token_as_text(pair: tuple[Tokenizer, Any, str]) -> None:
     half = ours.encode("€", add_special_tokens=False)
     if len(half) > 1:
         assert "\ufffd" in ours.token_text(half[-1])
+
+
+def test_a_long_text_has_the_same_ids_as_in_one_go(pair: tuple[Tokenizer, Any, str]) -> None:
+    ours, _, _ = pair
+    text = " ".join(TEXTS) * 20
+    assert ours.encode(text) == list(ours.backend.encode(text).ids)
+    assert ours.encode_within(text, len(text)) == ours.encode(text)
+
+
+def test_a_text_far_beyond_the_limit_is_refused_by_its_beginning(
+    pair: tuple[Tokenizer, Any, str],
+) -> None:
+    """Ten megabytes would take many seconds and a gigabyte of memory to encode."""
+    ours, _, _ = pair
+    for text in ("x1 " * 3_000_000, "日本" * 3_000_000):
+        with pytest.raises(PromptTooLong, match=f"has {len(text)} characters, the first 5696 of"):
+            ours.encode_within(text, 100)
+
+
+def test_a_text_of_few_long_tokens_is_encoded_however_long_it_is() -> None:
+    vocab = {"-" * 1000: 0, "?": 1}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ours = Tokenizer(backend, TokenizerConfig())
+    text = " ".join(["-" * 1000] * 150)
+    assert ours.encode_within(text, 100) == [0] * 150
