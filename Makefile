@@ -28,7 +28,7 @@ help:
 	@echo 'make test       the fast tests  (ARGS= goes to pytest)'
 	@echo 'make test-all   the fast tests and the full ladders'
 	@echo 'make check      ruff, mypy, import floors, architecture tests'
-	@echo 'make test-gpu   the tests that need an NVIDIA GPU'
+	@echo 'make test-gpu   the tests that need an NVIDIA GPU; writes tests/gpu_last_run.json'
 	@echo 'make bench      the repository benchmarks  (BENCH="$(BENCH)")'
 	@echo 'make docs       write docs/reference again from the code'
 
@@ -87,9 +87,10 @@ check: $(VENV)/.extras-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/architecture
+	@$(BIN)/python tests/run_gpu.py --stale
 
 test-gpu:
-	$(ANY_PYTHON) -m pytest -m gpu $(ARGS)
+	$(ANY_PYTHON) tests/run_gpu.py $(ARGS)
 
 bench: $(VENV)/.extras-bench
 	@for name in $(BENCH); do $(BIN)/python bench/$$name.py $(ARGS) || exit 1; done

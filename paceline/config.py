@@ -59,11 +59,22 @@ class CacheConfig:
 class SchedulerConfig:
     """How steps are filled."""
 
-    max_num_seqs: int = _opt(64, "most requests that run at once")
-    max_num_batched_tokens: int = _opt(2048, "most tokens of one step; longer prompts are chunked")
+    max_num_seqs: int | None = _opt(None, "most requests that run at once (64; on a GPU 256)")
+    max_num_batched_tokens: int | None = _opt(
+        None, "most tokens of one step; longer prompts are chunked (2048; on a GPU 8192)"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _opt("fcfs", "order of waiting requests")
     run_ahead: int | None = _opt(None, "steps launched before their results are read (ours; 1)")
     async_scheduling: bool | None = _opt(None, "same as --run-ahead 1; --no-... is --run-ahead 0")
+
+    def sized(self, *, is_gpu: bool) -> SchedulerConfig:
+        """With the sizes that nobody gave filled in for the device."""
+        seqs, tokens = (256, 8192) if is_gpu else (64, 2048)
+        return replace(
+            self,
+            max_num_seqs=self.max_num_seqs or seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
+        )
 
     @property
     def depth(self) -> int:
@@ -88,7 +99,7 @@ class DeviceConfig:
 class SpeculativeConfig:
     """The drafter. Built from the --speculative-config JSON object."""
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle"]
     num_speculative_tokens: int
     model: str | None = None
     revision: str | None = None
@@ -108,9 +119,10 @@ class SpeculativeConfig:
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1 "
                 "(leave --speculative-config away for no drafter)."
             )
-        if self.method == "draft_model" and not self.model:
+        if self.method in ("draft_model", "eagle") and not self.model:
+            kind = "draft" if self.method == "draft_model" else "head"
             raise ConfigError(
-                'method "draft_model" needs "model": the folder or hub id of the draft.'
+                f'method "{self.method}" needs "model": the folder or hub id of the {kind}.'
             )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(
@@ -145,11 +157,13 @@ class SpeculativeConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         values = dict(values)
         known = {f.name for f in fields(cls)}
+        if values.pop("draft_tensor_parallel_size", 1) != 1:
+            raise ConfigError("draft_tensor_parallel_size is not supported yet; only 1 is.")
         for name in values:
             if name not in known:
                 raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, known)}")
-        method = values.get("method") or ("draft_model" if values.get("model") else None)
-        methods = ("ngram", "draft_model")
+        method = values.get("method") or _method_of(values.get("model"))
+        methods = get_args(get_type_hints(cls)["method"])
         if method not in methods:
             raise ConfigError(
                 f"speculative method {method!r} is not supported; use one of {', '.join(methods)}."
@@ -167,6 +181,16 @@ class SpeculativeConfig:
         if values.get("synthetic_acceptance_rates") is not None:
             values["synthetic_acceptance_rates"] = tuple(values["synthetic_acceptance_rates"])
         return cls(**{**values, "method": method})
+
+
+def _method_of(model: str | None) -> str | None:
+    """The method that a draft's own name tells; folders above it tell nothing."""
+    if not model:
+        return None
+    name = Path(model).name.lower()
+    if "eagle" not in name:
+        return "draft_model"
+    return "eagle3" if "eagle3" in name or "eagle-3" in name else "eagle"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +245,8 @@ class EngineConfig:
         if d.device not in DEVICES:
             raise ConfigError(f"device is {d.device!r}; use one of {', '.join(DEVICES)}.")
         k = self.speculative.num_speculative_tokens if self.speculative else 0
-        if s.max_num_batched_tokens < s.max_num_seqs * (k + 1):
+        sizes = s.max_num_seqs, s.max_num_batched_tokens
+        if None not in sizes and s.max_num_batched_tokens < s.max_num_seqs * (k + 1):
             raise ConfigError(
                 f"max_num_batched_tokens {s.max_num_batched_tokens} cannot hold max_num_seqs "
                 f"{s.max_num_seqs} rows of {k + 1} tokens; raise it to at least "

@@ -116,7 +116,9 @@ class StepResult:
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # for prompt positions computed by this step
     draft_BK: Ints | None = None  # the drafts proposed for the next step; only for late plans
-    device_start_s: float = 0.0  # time.perf_counter (device clock on CUDA)
+    # time.perf_counter of the engine process, whatever clock the device has. The end, drafting
+    # included, is final when the next step's result is there (or nothing runs any more).
+    device_start_s: float = 0.0
     device_end_s: float = 0.0
 
 
@@ -141,6 +143,9 @@ class RunnerInfo:
     vocab_size: int
     max_k: int  # 0 without a drafter
     draft_lookahead: int  # extra positions past the window whose KV the drafter writes
+    # A position's KV depends on the token after it too: the drafter reads the target's features.
+    draft_reads_features: bool = False
+    max_num_batched_tokens: int = 2048  # where the configuration leaves it open
     model_name: str = ""
     device: str = "cpu"
     dtype: str = "float32"
@@ -157,5 +162,8 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step and return at once."""
+
+    def use_spare_time(self) -> bool:
+        """Nothing runs: prepare for steps to come, for a moment. False: there is nothing left."""
 
     def close(self) -> None: ...

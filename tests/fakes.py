@@ -41,6 +41,7 @@ def runner_info(
     vocab_size: int = 64,
     max_k: int = 0,
     draft_lookahead: int | None = None,
+    draft_reads_features: bool = False,
 ) -> RunnerInfo:
     return RunnerInfo(
         num_pages=num_pages,
@@ -50,6 +51,7 @@ def runner_info(
         vocab_size=vocab_size,
         max_k=max_k,
         draft_lookahead=max_k if draft_lookahead is None else draft_lookahead,
+        draft_reads_features=draft_reads_features,
     )
 
 
@@ -185,6 +187,9 @@ class FakeRunner:
     @property
     def is_threaded(self) -> bool:
         return self._thread is not None
+
+    def use_spare_time(self) -> bool:
+        return False
 
     def close(self) -> None:
         if self._thread is not None:

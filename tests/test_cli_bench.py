@@ -14,7 +14,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.commands.http_stream import Endpoint
-from paceline.commands.report import spread
+from paceline.commands.report import spread, step_rows, step_times
+from paceline.engine.messages import RESTED, StepTimes
 from paceline.errors import ConfigError
 from tests.echo_session import use_echo
 
@@ -40,9 +41,17 @@ def test_latency_gives_json_and_a_table(
     assert found["machine"]["cores"] >= 1
     assert set(found["results"]["latency_ms"]) == {"mean", "p50", "p90", "p99"}
     assert found["results"]["output_tokens_per_s"] > 0
+    steps = found["results"]["steps"]
+    assert steps["num_steps"] > 10
+    assert steps["step_ms"]["p50"] >= steps["device_ms"]["p50"]
+    assert steps["idle_us"]["p50"] > 0
+    assert 0 < steps["idle_share"]["p50"] < 1
+    assert steps["host_ms"]["p50"] > 0
     table = capsys.readouterr().out
     assert "Time to first token (ms)" in table
     assert "4 of 3 requests" in table
+    assert "Device idle between steps (µs)" in table
+    assert "Host work per step (ms)" in table
 
 
 def test_throughput_counts_every_token_and_the_accepted_drafts(
@@ -241,6 +250,22 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 def test_urls_keep_their_prefix_and_scheme() -> None:
     assert Endpoint.parse("https://host/api/") == Endpoint("host", 443, True, "/api")
     assert Endpoint.parse("127.0.0.1:81") == Endpoint("127.0.0.1", 81)
+
+
+def test_a_bubble_is_a_share_of_its_own_step() -> None:
+    times = [StepTimes(RESTED, 9.0, 9.0)]  # after a rest: not a step among others
+    times += [StepTimes(0.001, 0.003, 0.001)] * 3 + [StepTimes(0.0, 0.004, 0.001)]
+    found = step_times(times)
+    assert found["num_steps"] == 4
+    assert found["step_ms"]["p50"] == 4.0
+    assert found["idle_us"]["p50"] == 1000.0
+    assert found["idle_share"]["p50"] == 0.25
+    assert found["bubble_share"] == 0.1875
+    assert found["host_share_of_device"] == 0.3333
+    assert step_times(times[:1]) == {}
+    table = dict(step_rows(found))
+    assert table["Device idle, share of the step"] == "p50 25.00%  all 18.75%"
+    assert table["Host work, share of device work"] == "p50 33.3% of 3.000 ms"
 
 
 def test_percentiles_are_those_of_the_values() -> None:

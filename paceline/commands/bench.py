@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from paceline.commands import bench_serve
@@ -17,10 +18,13 @@ from paceline.commands.report import (
     publish,
     spread,
     spread_rows,
+    step_rows,
+    step_times,
 )
 from paceline.commands.session import Answer, Session, open_session
 from paceline.errors import ConfigError
 from paceline.observe.progress import ProgressLine
+from paceline.observe.trace import write_chrome_trace
 from paceline.request import SamplingParams
 
 
@@ -32,16 +36,15 @@ def run(args: Namespace) -> int:
     if args.kind == "serve":
         return bench_serve.run(args)
     config = engine_config(args)
+    trace = _writable(args.trace)
     with open_session(config) as session:
         result, rows = (latency if args.kind == "latency" else throughput)(session, args)
-        stats = session.client.stats
-        drafts = acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
-        result |= drafts
-        if stats.busy_s:
-            result["bubble_share"] = round(stats.bubble_s / (stats.busy_s + stats.bubble_s), 4)
-            rows.append(("Device idle between steps", f"{result['bubble_share']:.2%}"))
-        info = session.client.info
-    rows += acceptance_rows(drafts)
+        stats, info = session.client.stats, session.client.info
+        spans = session.client.take_trace() if trace is not None else []
+    drafts = acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+    steps = step_times(stats.recent)
+    result |= drafts | {"steps": steps}
+    rows += step_rows(steps) + acceptance_rows(drafts)
     record = {
         "bench": args.kind,
         "model": info.model_name,
@@ -51,8 +54,30 @@ def run(args: Namespace) -> int:
         "machine": machine(),
         "results": result,
     }
+    if trace is not None:
+        about = {name: record[name] for name in ("model", "device", "config", "machine")}
+        write_chrome_trace(trace, spans, about)
+        rows.append(("Trace", f"{trace}, for ui.perfetto.dev"))
     publish(record, rows, args.output_json)
     return 0
+
+
+def begin(session: Session, args: Namespace) -> None:
+    """Warm-up is over: what steps take counts from here on."""
+    session.client.stats.recent.clear()
+    if args.trace is not None:
+        session.client.start_trace()
+
+
+def _writable(path: str | None) -> Path | None:
+    """A measurement must not end with a file that cannot be written."""
+    if path is None:
+        return None
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}.") from None
+    return Path(path)
 
 
 def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -64,6 +89,8 @@ def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tup
     answers: list[Answer] = []
     for number in range(args.num_iters_warmup + args.num_iters):
         batch = prompts.take(args.batch_size)
+        if number == args.num_iters_warmup:
+            begin(session, args)
         started_s = time.perf_counter()
         batch_answers = [session.submit(prompt, params) for prompt in batch]
         session.wait(batch_answers)
@@ -100,6 +127,7 @@ def throughput(session: Session, args: Namespace) -> tuple[dict[str, Any], list[
     session.wait([session.submit(prompt, params) for prompt in prompts.take(1)])  # warm
     batch = prompts.take(args.num_prompts)
     progress = ProgressLine(args.num_prompts, "Requests")
+    begin(session, args)
     started_s = time.perf_counter()
     answers = [session.submit(prompt, params) for prompt in batch]
     for answer in answers:

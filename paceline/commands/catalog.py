@@ -59,6 +59,7 @@ def _bench_latency(parser: ArgumentParser) -> None:
     _number(group, "--num-iters", 10, "batches that count")
     _number(group, "--num-iters-warmup", 2, "batches before them")
     _lengths(group, "tokens")
+    _trace(group)
     add_engine_arguments(parser, shown=False)
 
 
@@ -66,6 +67,7 @@ def _bench_throughput(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     _number(group, "--num-prompts", 100, "requests in all")
     _lengths(group, "tokens")
+    _trace(group)
     add_engine_arguments(parser, shown=False)
 
 
@@ -115,6 +117,10 @@ def _lengths(group: Any, unit: str) -> None:
     _number(group, "--input-len", 128, f"{unit} of a random prompt")
     _number(group, "--output-len", 128, "tokens of an answer")
     _text(group, "--output-json", "FILE", "write the result there; - is stdout")
+
+
+def _trace(group: Any) -> None:
+    _text(group, "--trace", "FILE", "write what host and device did, for ui.perfetto.dev")
 
 
 _BENCHES = (

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.engine.messages import StepTimes
 from paceline.errors import ConfigError
 
 _PERCENTILES = (50, 90, 99)
@@ -40,6 +41,50 @@ def acceptance(num_drafts: float, num_draft_tokens: float, num_accepted: float) 
     if num_drafts:
         found["tokens_per_step"] = round(1 + num_accepted / num_drafts, 4)
     return found
+
+
+def step_times(times: Sequence[StepTimes]) -> dict[str, Any]:
+    """What a step took, what the device waited before it, and what the host did for it.
+
+    A step after which nothing was left to do begins anew: it has no bubble and is left out.
+    """
+    steady = [t for t in times if t.idle_s >= 0.0]
+    if not steady:
+        return {}
+    step_s = [t.idle_s + t.busy_s for t in steady]
+    idle_share = [t.idle_s / s for t, s in zip(steady, step_s, strict=True) if s > 0.0]
+    device_ms = spread([t.busy_s for t in steady], 1e3)
+    host_ms = spread([t.host_s for t in steady], 1e3)
+    found: dict[str, Any] = {
+        "num_steps": len(steady),
+        "step_ms": spread(step_s, 1e3),
+        "device_ms": device_ms,
+        "host_ms": host_ms,
+        "idle_us": spread([t.idle_s for t in steady], 1e6),
+        "idle_share": spread(idle_share),
+    }
+    if sum(step_s) > 0.0:
+        found["bubble_share"] = round(sum(t.idle_s for t in steady) / sum(step_s), 4)
+    if device_ms["p50"] > 0.0:
+        found["host_share_of_device"] = round(host_ms["p50"] / device_ms["p50"], 4)
+    return found
+
+
+def step_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    rows = [
+        *spread_rows("Step", "ms", found["step_ms"]),
+        *spread_rows("Device idle between steps", "µs", found["idle_us"]),
+    ]
+    if "bubble_share" in found:
+        shares = f"p50 {found['idle_share']['p50']:.2%}  all {found['bubble_share']:.2%}"
+        rows.append(("Device idle, share of the step", shares))
+    rows += spread_rows("Host work per step", "ms", found["host_ms"])
+    if "host_share_of_device" in found:
+        device_ms, share = found["device_ms"]["p50"], found["host_share_of_device"]
+        rows.append(("Host work, share of device work", f"p50 {share:.1%} of {device_ms:,.3f} ms"))
+    return rows
 
 
 def machine() -> dict[str, Any]:
@@ -95,7 +140,8 @@ def spread_rows(title: str, unit: str, values: Mapping[str, float]) -> list[tupl
     """`TTFT (ms)   mean 12.1  p50 11.9  p90 13.0  p99 20.2`."""
     if not values:
         return []
-    return [(f"{title} ({unit})", "  ".join(f"{n} {v:,.2f}" for n, v in values.items()))]
+    digits = 3 if unit == "ms" else 1
+    return [(f"{title} ({unit})", "  ".join(f"{n} {v:,.{digits}f}" for n, v in values.items()))]
 
 
 def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:

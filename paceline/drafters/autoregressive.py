@@ -1,97 +1,130 @@
 """The one loop for drafters that are models: a first pass over the new tokens, then K - 1 more.
 
-A head declares how its first pass is laid out; today that is the stand-alone draft model. Its KV
-lives in the same page table as the target's, in layers of its own.
+A head says how its first pass is laid out and what it carries from one draft to the next. Its KV
+lives in the same page table as the target's, in layers of its own. No value on the device decides
+what the loop does, so that it can be captured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.drafters.base import DraftStep, store_drafts
-from paceline.models.decoder import Decoder
-from paceline.models.layout import lay_out
+from paceline.drafters.base import DraftPass, DraftStep
+from paceline.models.decoder import Decoder, ForwardInputs
+from paceline.models.draft_heads import EagleModel
 from paceline.sampling.draft import propose_tokens
 from paceline.state.pages import LayerPages
-from paceline.step import Longs
+
+
+class DraftHead(Protocol):
+    """What the loop asks of a model that drafts."""
+
+    @property
+    def is_shifted(self) -> bool:
+        """Entry i holds token i + 1 and the target's hidden state at i."""
+
+    @property
+    def group_size(self) -> int: ...
+
+    def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
+        """Hidden states of the first pass."""
+
+    def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
+        """Hidden states one draft further; `hidden_BD` are those that the draft came from."""
+
+    def logits(self, hidden_BD: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
-class DraftModel:
-    """A smaller causal LM with the target's vocabulary."""
+class AutoregressiveDrafter:
+    """Drafts come one by one, each from the one before."""
 
-    model: Decoder
-    layer_pages: list[LayerPages]
+    head: DraftHead
     max_k: int
     is_probabilistic: bool
 
     @property
     def lookahead(self) -> int:
-        return self.max_k
+        # Past the window lies the token that was just sampled; draft K is never fed.
+        return self.max_k - 1 if self.head.is_shifted else self.max_k
+
+    @property
+    def reads_features(self) -> bool:
+        return self.head.is_shifted
 
     def propose(self, step: DraftStep) -> None:
-        slots = step.slots
-        end_B = slots.num_tokens_S.numpy()[step.slot_B].astype(np.int64)
-        live = slots.done_S.numpy()[step.slot_B] == 0
-        if not live.any():
+        head, is_shifted, group_size = self.head, self.head.is_shifted, self.head.group_size
+        batch = step.shifted(group_size) if is_shifted else step.own(group_size)
+        if not len(batch.inputs.token_T):
             return
-        samples_B = step.samples_B & live
-        start_B, count_B = self._first_pass(step, end_B)
-        hidden_BD = self._forward(step, step.slot_B[live], start_B[live], count_B[live])
-        if not step.k or not samples_B.any():
-            return  # the pass still ran: the draft's KV stays warm while nobody speculates
-        slot_B = step.slot_B[samples_B]
-        drafts = self._chain(step, slot_B, end_B[samples_B], hidden_BD[samples_B[live]])
-        store_drafts(slots, torch.from_numpy(slot_B), drafts, is_onehot=not self.is_probabilistic)
-
-    def _first_pass(self, step: DraftStep, end_B: Longs) -> tuple[Longs, Longs]:
-        """Unshifted tokens: a prefill chunk with the token it sampled, else the last two.
-
-        Two committed tokens cover full acceptance, where the last draft was never fed; after a
-        rejection the first of them is computed again, to the same values.
-        """
-        is_window = step.num_drafts_B > 0
-        chunk_end_B = np.where(step.samples_B, end_B, step.start_B + step.query_len_B)
-        start_B = np.where(is_window, end_B - 2, step.start_B)
-        return start_B, chunk_end_B - start_B
-
-    def _forward(
-        self, step: DraftStep, slot_B: Longs, start_B: Longs, count_B: Longs
-    ) -> torch.Tensor:
-        """Hidden states of the last position of each row."""
-        group_size = self.model.spec.group_size
-        inputs = lay_out(step.slots, step.pages, slot_B, start_B, count_B, group_size)
-        hidden_TD = self.model.forward(inputs, self.layer_pages)
-        return hidden_TD[torch.from_numpy(np.cumsum(count_B) - 1)]
-
-    def _chain(
-        self, step: DraftStep, slot_B: Longs, end_B: Longs, hidden_BD: torch.Tensor
-    ) -> torch.Tensor:
-        """K drafts, each from the one before. Drafts pass through the token rows past the end.
-
-        Positions at the model's limit draft nothing: their rows get -1 and leave the loop.
-        """
-        slots = step.slots
-        drafts_BK = torch.full((len(slot_B), step.k), -1, dtype=torch.int32)
-        rows = np.arange(len(slot_B))
+        hidden_TD = head.first(batch, step.hidden_TD)
+        if not step.k or not len(step.slot_B):
+            return  # the pass still ran: the KV stays warm while nobody speculates
+        hidden_BD = hidden_TD.index_select(0, batch.last_B)
+        drafts: list[Tensor] = []
         for j in range(step.k):
-            has_room = end_B[rows] + j < slots.max_model_len
-            if not has_room.any():
-                break
-            rows, hidden_BD = rows[has_room], hidden_BD[torch.from_numpy(has_room)]
-            slot = torch.from_numpy(slot_B[rows])
-            position_B = torch.from_numpy(end_B[rows] + j)
-            logits_BV = self.model.logits(hidden_BD)
-            ids_B = propose_tokens(
-                logits_BV, slot, position_B, j, slots, probabilistic=self.is_probabilistic
-            ).to(torch.int32)
-            drafts_BK[torch.from_numpy(rows), j] = ids_B
-            if j + 1 < step.k:
-                # Scratch: beyond num_tokens nothing is committed, and the next commit overwrites.
-                slots.tokens_SL[slot, position_B] = ids_B
-                ones = np.ones(len(rows), np.int64)
-                hidden_BD = self._forward(step, slot_B[rows], end_B[rows] + j, ones)
-        return drafts_BK
+            if j:
+                inputs = step.next(j, drafts[-1], group_size, is_shifted=is_shifted)
+                hidden_BD = head.next(inputs, hidden_BD)
+            drafts.append(
+                propose_tokens(
+                    head.logits(hidden_BD),
+                    step.slot_B,
+                    step.position_B(j),
+                    j,
+                    step.slots,
+                    probabilistic=self.is_probabilistic,
+                )
+            )
+        step.store(torch.stack(drafts, dim=1), is_onehot=not self.is_probabilistic)
+
+
+@dataclass(slots=True)
+class DraftModelHead:
+    """A smaller causal LM with the target's vocabulary."""
+
+    model: Decoder
+    layer_pages: list[LayerPages]
+
+    is_shifted = False
+
+    @property
+    def group_size(self) -> int:
+        return self.model.spec.group_size
+
+    def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
+        return self.model.forward(batch.inputs, self.layer_pages)
+
+    def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
+        return self.model.forward(inputs, self.layer_pages)
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        return self.model.logits(hidden_BD)
+
+
+@dataclass(slots=True)
+class EagleHead:
+    """EAGLE-1: reads the target's hidden states first, then its own."""
+
+    model: EagleModel
+    layer_pages: list[LayerPages]
+
+    is_shifted = True
+
+    @property
+    def group_size(self) -> int:
+        return self.model.stack.spec.group_size
+
+    def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
+        feature_TD = batch.of_target(target_TD)
+        return self.model.forward(batch.inputs, feature_TD, self.layer_pages)
+
+    def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
+        return self.model.forward(inputs, hidden_BD, self.layer_pages)
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        return self.model.logits(hidden_BD)

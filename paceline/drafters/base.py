@@ -10,24 +10,69 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.state.pages import Pages
+from paceline.models.decoder import ForwardInputs
 from paceline.state.slots import Slots
-from paceline.step import Bools, Longs
 
 
 @dataclass(slots=True)
-class DraftStep:
-    """The step so far, after advance: what the drafter may look at. One entry per live row."""
+class DraftPass:
+    """A drafter's first pass: the varlen batch, and where each drafting row ends in it."""
 
-    slots: Slots
-    pages: Pages
-    k: int
-    slot_B: Longs
-    start_B: Longs  # first position the target computed
-    query_len_B: Longs  # positions the target computed
-    num_drafts_B: Longs  # drafts among them
-    samples_B: Bools  # rows that sampled; the others are non-final prefill chunks
-    hidden_TD: Tensor  # the target's final hidden states, for heads that read them
+    inputs: ForwardInputs
+    last_B: Tensor  # entry whose output begins the chain of each drafting row
+    # The target's entry behind each of this pass's; None: all of them, in order.
+    target_T: Tensor | None = None
+
+    def of_target(self, hidden_TD: Tensor) -> Tensor:
+        """What the target computed at the entries of this pass."""
+        return hidden_TD if self.target_T is None else hidden_TD.index_select(0, self.target_T)
+
+
+class DraftStep(Protocol):
+    """The step so far, after advance, as a drafter sees it. `end` is a row's committed length.
+
+    Nothing here waits for the device: shapes and `k` are known to the host, values are not.
+    The rows that draft are those that sampled; where it is known (CPU), those not done. Rows that
+    this step ended are in the first pass all the same: the prefix cache may keep their pages.
+    `group_size` is the drafter's own: query heads per KV head.
+    """
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def k(self) -> int:
+        """Drafts to propose; 0 still wants the first pass, which keeps the drafter's KV warm."""
+
+    @property
+    def slot_B(self) -> Tensor:
+        """The slots that draft."""
+
+    @property
+    def hidden_TD(self) -> Tensor:
+        """The target's hidden states, after its final norm."""
+
+    def shifted(self, group_size: int) -> DraftPass:
+        """The target's rows, each token replaced by the one after it, positions as they were.
+
+        The token after a non-final chunk is the next one of the prompt; after all else it is the
+        last committed one. Entries of rejected drafts may be there; nobody reads what they give.
+        """
+
+    def own(self, group_size: int) -> DraftPass:
+        """A stand-alone model's rows: chunks with the token they sampled, else two tokens."""
+
+    def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
+        """One entry per drafting row: draft j - 1, at position end - 1 + j, or one less if shifted.
+
+        Past max_model_len entries write no KV, and what they give is not stored.
+        """
+
+    def position_B(self, j: int) -> Tensor:
+        """Where draft j comes to lie in the sequence."""
+
+    def store(self, draft_BK: Tensor, *, is_onehot: bool) -> None:
+        """The drafts of these slots become `draft_BK`; -1 past its width and past max_model_len."""
 
 
 class Drafter(Protocol):
@@ -42,8 +87,12 @@ class Drafter(Protocol):
     @property
     def is_probabilistic(self) -> bool: ...
 
+    @property
+    def reads_features(self) -> bool:
+        """Its KV at a position depends on the token after it and on the target's hidden states."""
+
     def propose(self, step: DraftStep) -> None:
-        """Write step.k drafts (-1 = none) into the slot of every row that sampled."""
+        """Write step.k drafts (-1 = none) into the slot of every row that drafts."""
 
 
 class NoDrafter:
@@ -52,13 +101,7 @@ class NoDrafter:
     max_k = 0
     lookahead = 0
     is_probabilistic = False
+    reads_features = False
 
     def propose(self, step: DraftStep) -> None:
         pass
-
-
-def store_drafts(slots: Slots, slot_B: Tensor, drafts_BK: Tensor, *, is_onehot: bool) -> None:
-    """Drafts of these slots become exactly `drafts_BK`, -1 beyond its width."""
-    slots.drafts_SK[slot_B] = -1
-    slots.drafts_SK[slot_B, : drafts_BK.shape[1]] = drafts_BK
-    slots.drafts_onehot_S[slot_B] = is_onehot

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from paceline.drafters.base import DraftStep, store_drafts
+from paceline.drafters.base import DraftStep
 from paceline.kernels.ngram import ngram_propose
 
 
@@ -13,6 +11,7 @@ class NgramDrafter:
 
     lookahead = 0
     is_probabilistic = False
+    reads_features = False
 
     def __init__(self, max_k: int, min_n: int, max_n: int) -> None:
         self.max_k = max_k
@@ -23,8 +22,7 @@ class NgramDrafter:
         if not step.k:
             return
         slots = step.slots
-        slot_B = torch.from_numpy(step.slot_B[step.samples_B])
         drafts_BK = ngram_propose(
-            slots.tokens_SL, slots.num_tokens_S, slot_B, step.k, self._min_n, self._max_n
+            slots.tokens_SL, slots.num_tokens_S, step.slot_B, step.k, self._min_n, self._max_n
         )
-        store_drafts(slots, slot_B, drafts_BK, is_onehot=True)
+        step.store(drafts_BK, is_onehot=True)

@@ -26,8 +26,11 @@ from paceline.engine.messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    StartTrace,
     StepMessage,
     Stopped,
+    TakeTrace,
+    Traced,
     decode,
     encode,
     encode_abort,
@@ -37,6 +40,7 @@ from paceline.engine.stats import EngineStats
 from paceline.engine.transport import ChannelClosed
 from paceline.errors import EngineDead, InvalidRequest, PacelineError
 from paceline.observe.log import RequestLogger, current_level
+from paceline.observe.trace import Span, unpack_spans
 from paceline.request import Done, RequestMetrics, SamplingParams
 from paceline.scheduler.events import Ended, Events
 from paceline.step import RunnerInfo
@@ -70,6 +74,7 @@ class EngineClient:
         self._dead: EngineDead | None = None
         self._early_frames: list[bytes] = []  # read by `_read_last_words`, for `pump` to take
         self._to_abort: list[int] = []
+        self._traced: bytes | None = None  # a trace that came, for `take_trace`
         self._templates: dict[str | None, ChatTemplate] = {}
         # An engine outlives neither its client nor the interpreter, also when nobody calls close.
         self._finalizer = weakref.finalize(self, handle.stop, _CLOSE_GRACE_S)
@@ -216,6 +221,22 @@ class EngineClient:
         self._check_serves()
         self._send(encode(ResetPrefixCache()))
 
+    # ---- what the loop does with its time
+
+    def start_trace(self) -> None:
+        """Have the engine record the stages of every step; it keeps the newest."""
+        self._check_serves()
+        self._send(encode(StartTrace()))
+
+    def take_trace(self) -> list[Span]:
+        """What was recorded since `start_trace`. Pumps until it is there."""
+        self._check_serves()
+        self._send(encode(TakeTrace()))
+        while self._traced is None:
+            self.pump(None)
+        spans, self._traced = self._traced, None
+        return unpack_spans(spans)
+
     # ---- the engine's answers
 
     def fileno(self) -> int:
@@ -237,6 +258,8 @@ class EngineClient:
             match decode(frame):
                 case StepMessage() as message:
                     self._take_step(message, news)
+                case Traced(spans=spans):
+                    self._traced = spans
                 case Died(reason=reason):
                     self._death_reason = reason
                 case Stopped():

@@ -1,6 +1,6 @@
 """The zero-bubble loop: plan, launch, publish, wait, commit. One loop for every run-ahead depth.
 
-Never touches a device, a socket or text; owns the order of things and the bubble's measure.
+Never touches a device, a socket or text; owns the order of things.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ from paceline.engine.messages import (
     Drain,
     Gauges,
     ResetPrefixCache,
+    StartTrace,
     Stop,
     Stopped,
     Submit,
+    TakeTrace,
+    Traced,
     decode,
     encode,
     encode_step,
     pack_step,
     without_rows,
 )
+from paceline.engine.stopwatch import Stopwatch
 from paceline.errors import EngineDead, InvalidRequest
+from paceline.observe.trace import TraceRing
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.events import Emitted, Events, TokenConstraint
 from paceline.scheduler.scheduler import Scheduler
-from paceline.step import InFlightStep, Runner, StepPlan, StepResult
+from paceline.step import InFlightStep, Runner, StepPlan
 
 logger = logging.getLogger(__name__)
 _NO_EVENTS = Events()
+SPARE_AFTER_S = 1.0  # a pause between two requests is no spare time
 MOST_MESSAGES_PER_TURN = 64  # a burst of submits must not hold up those who run
 
 
@@ -66,8 +72,7 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._unpublished: list[Emitted] = []
         self._dead: str | None = None
-        self._previous: StepResult | None = None  # the newest committed one, not measured yet
-        self._bubble_s = self._busy_s = 0.0
+        self._watch = Stopwatch()
         self._since = Gauges()
 
     # ---- requests
@@ -97,10 +102,20 @@ class Engine:
         """Totals since the start, and where things stand now."""
         return {
             **self.scheduler.stats(),
-            "bubble_s": self._bubble_s,
-            "busy_s": self._busy_s,
+            "bubble_s": self._watch.idle_s,
+            "busy_s": self._watch.busy_s,
+            "host_s": self._watch.host_s,
             "num_in_flight": float(len(self._in_flight)),
         }
+
+    def start_trace(self) -> None:
+        """Record the stages of every step from now on; the ring keeps the newest."""
+        self._watch.trace = TraceRing()
+
+    def take_trace(self) -> None:
+        """Publish what was recorded, and stop recording."""
+        ring, self._watch.trace = self._watch.trace, None
+        self.publish(encode(Traced(b"" if ring is None else ring.packed())))
 
     # ---- the loop
 
@@ -112,6 +127,8 @@ class Engine:
         except Exception as error:
             self._fail(error)
             raise EngineDead(self._dead) from error
+        finally:
+            self._watch.leave()
 
     def _turn(self) -> bool:
         self._stage("plan")
@@ -121,10 +138,11 @@ class Engine:
                 self._finish_oldest()
                 self._publish_all()
                 return True
-            self._measure(None)
+            self._watch.settle()
             self._publish_all()
             assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
             return False
+        self._watch.step = plan.step
         self._launch(plan)
         self._publish_all()
         # The masks of a late plan need the result before it, so nothing may run ahead of it.
@@ -134,7 +152,7 @@ class Engine:
         return True
 
     def _launch(self, plan: StepPlan) -> None:
-        self._stage("launch")
+        self._stage("launch", plan.step)
         step = self._runner.launch(plan)
         self._in_flight.append(_Launched(plan, step, plan.late_B is None))
         self._bind_oldest()
@@ -143,42 +161,27 @@ class Engine:
         """The oldest step in flight has every earlier result committed: its masks are known."""
         if self._in_flight and not self._in_flight[0].is_bound:
             oldest = self._in_flight[0]
-            self._stage("bind")
+            self._stage("bind", oldest.plan.step)
             oldest.step.bind(self.scheduler.late_masks(oldest.plan))
             oldest.is_bound = True
 
     def _finish_oldest(self) -> None:
         launched = self._in_flight[0]
-        self._stage("wait")
+        self._stage("wait", launched.plan.step)
         result = launched.step.wait()
         self._in_flight.popleft()
-        self._measure(result)
+        self._stage("commit", launched.plan.step)
+        self._watch.took(result)
         self._since.num_steps += 1
-        self._stage("commit")
         self._unpublished.append(self.scheduler.commit(launched.plan, result))
+        if not self._in_flight and not self.scheduler.num_unfinished:
+            self._watch.rest()
         self._bind_oldest()
-
-    def _measure(self, result: StepResult | None) -> None:
-        """Account for the step before `result`; None: the device may rest from here on.
-
-        One step late, because drafting goes on after a result is there, and only then does the
-        runner know when the step ended.
-        """
-        previous, self._previous = self._previous, result
-        if previous is None:
-            return
-        busy_s = previous.device_end_s - previous.device_start_s
-        self._busy_s += busy_s
-        self._since.busy_s += busy_s
-        if result is not None:
-            idle_s = max(0.0, result.device_start_s - previous.device_end_s)
-            self._bubble_s += idle_s
-            self._since.bubble_s += idle_s
 
     # ---- messages
 
     def _publish_all(self) -> None:
-        self._stage("publish")
+        self._stage("publish", self._unpublished[-1].step if self._unpublished else 0)
         # Events go with the newest rows: a request that was aborted meanwhile has no rows after.
         newest = len(self._unpublished) - 1
         for index, emitted in enumerate(self._unpublished):
@@ -197,7 +200,12 @@ class Engine:
         gauges.num_waiting = scheduler.num_waiting
         gauges.kv_usage = scheduler.kv_usage
         gauges.num_wasted_rows = scheduler.take_wasted_rows()
+        gauges.times = self._watch.take_times()
         return gauges
+
+    def use_spare_time(self) -> bool:
+        """Nobody waits for anything: let the runner prepare. False: it has nothing to prepare."""
+        return self._runner.use_spare_time()
 
     # ---- failure
 
@@ -213,7 +221,8 @@ class Engine:
         if self._dead is not None:
             raise EngineDead(self._dead)
 
-    def _stage(self, name: str) -> None:
+    def _stage(self, name: str, step: int = 0) -> None:
+        self._watch.enter(name, step)
         if self._delay is not None:
             self._delay(name)
 
@@ -228,7 +237,7 @@ def run_engine(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
     while True:
         for _ in range(MOST_MESSAGES_PER_TURN):
             try:
-                data = inbox.get(block=is_idle)
+                data = _rest(engine, inbox) if is_idle else inbox.get_nowait()
             except Empty:
                 break
             is_idle = False
@@ -244,6 +253,18 @@ def run_engine(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
             return
 
 
+def _rest(engine: Engine, inbox: SimpleQueue[bytes | None]) -> bytes | None:
+    """The next message. While none comes, the runner may prepare for what will."""
+    timeout_s = SPARE_AFTER_S
+    while True:
+        try:
+            return inbox.get(timeout=timeout_s)
+        except Empty:
+            if not engine.use_spare_time():
+                return inbox.get()
+            timeout_s = 0.0
+
+
 def _handle(engine: Engine, message: object) -> None:
     match message:
         case Submit(request=request):
@@ -256,6 +277,10 @@ def _handle(engine: Engine, message: object) -> None:
                 engine.abort(uid)
         case ResetPrefixCache():
             engine.reset_prefix_cache()
+        case StartTrace():
+            engine.start_trace()
+        case TakeTrace():
+            engine.take_trace()
         case Drain():
             pass
         case _:

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,15 @@ from paceline.scheduler.events import Events as Events
 from paceline.step import Ints, Longs, RunnerInfo, TokenLogprobs
 
 # The first byte of every message.
-_SUBMIT, _ABORT, _DRAIN, _STOP, _RESET = 1, 2, 3, 4, 5
-_STEP, _READY, _PROGRESS, _DIED, _STOPPED = 16, 17, 18, 19, 20
+_SUBMIT, _ABORT, _DRAIN, _STOP, _RESET, _START_TRACE, _TAKE_TRACE = 1, 2, 3, 4, 5, 6, 7
+_STEP, _READY, _PROGRESS, _DIED, _STOPPED, _TRACED = 16, 17, 18, 19, 20, 21
 
 _SUBMIT_HEAD = struct.Struct("<B3xIqqd")  # kind, prompt length, uid, priority, arrival
-_STEP_HEAD = struct.Struct("<B3xIIIqdddIIII")
+_STEP_HEAD = struct.Struct("<B7xIIIIIIIIqd")  # a multiple of 8, and so are the times after it
+_STEP_TIMES = struct.Struct("<ddd")
 _LOGPROBS_HEAD = struct.Struct("<iii")  # row, positions, width
+
+RESTED = -1.0  # idle time before a step for which the device was free to rest
 
 
 # ---- front -> engine
@@ -57,6 +60,16 @@ class ResetPrefixCache:
     """Forget every cached prefix. Running requests keep their pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartTrace:
+    """Record the stages of every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeTrace:
+    """Send what was recorded, and stop recording."""
+
+
 # ---- engine -> front
 
 
@@ -84,18 +97,32 @@ class Stopped:
     """The last message of an engine that was asked to stop or drain."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What was recorded: observe.trace packs and unpacks it."""
+
+    spans: bytes
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one device step."""
+
+    idle_s: float  # the bubble: device idle time before it; RESTED when no work was waiting
+    busy_s: float  # of the device
+    host_s: float  # of the loop: plan, launch, commit and publish, without waiting
+
+
 @dataclass(slots=True)
 class Gauges:
-    """Where the engine stands. The last four count from the previous message on."""
+    """Where the engine stands. The last three count from the previous message on."""
 
     step: int = 0
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
-    bubble_s: float = 0.0  # device idle time between steps
-    busy_s: float = 0.0  # device busy time
     num_wasted_rows: int = 0  # rows computed for requests that had ended
     num_steps: int = 0  # device steps
+    times: list[StepTimes] = field(default_factory=list)  # of the steps that are over for good
 
 
 @dataclass(slots=True)
@@ -120,8 +147,8 @@ class StepMessage:
     gauges: Gauges = field(default_factory=Gauges)
 
 
-Inbound = Submit | Abort | Drain | Stop | ResetPrefixCache
-Outbound = Ready | Progress | StepMessage | Died | Stopped
+Inbound = Submit | Abort | Drain | Stop | ResetPrefixCache | StartTrace | TakeTrace
+Outbound = Ready | Progress | StepMessage | Died | Stopped | Traced
 Message = Inbound | Outbound
 
 
@@ -196,23 +223,31 @@ def encode_abort(uids: Sequence[int]) -> bytes:
     return bytes((_ABORT,)) + np.asarray(uids, np.int64).tobytes()
 
 
-def encode(message: Drain | Stop | ResetPrefixCache | Ready | Progress | Died | Stopped) -> bytes:
+Plain = Drain | Stop | ResetPrefixCache | StartTrace | TakeTrace | Stopped
+_PLAIN: dict[type[Plain], int] = {
+    Drain: _DRAIN,
+    Stop: _STOP,
+    ResetPrefixCache: _RESET,
+    StartTrace: _START_TRACE,
+    TakeTrace: _TAKE_TRACE,
+    Stopped: _STOPPED,
+}
+_PLAIN_OF = {kind: type_() for type_, kind in _PLAIN.items()}
+
+
+def encode(message: Plain | Ready | Progress | Died | Traced) -> bytes:
     """Messages that are rare: one byte and, where there is something to say, JSON."""
     match message:
-        case Drain():
-            return bytes((_DRAIN,))
-        case Stop():
-            return bytes((_STOP,))
-        case ResetPrefixCache():
-            return bytes((_RESET,))
-        case Stopped():
-            return bytes((_STOPPED,))
+        case Traced(spans=spans):
+            return bytes((_TRACED,)) + spans
         case Ready(info=info, extras=extras):
             return _with_json(_READY, {"info": asdict(info), "extras": extras})
         case Progress(stage=stage, fraction=fraction):
             return _with_json(_PROGRESS, [stage, fraction])
         case Died(reason=reason):
             return _with_json(_DIED, reason)
+        case _:
+            return bytes((_PLAIN[type(message)],))
 
 
 def _with_json(kind: int, value: Any) -> bytes:
@@ -232,11 +267,10 @@ def decode(data: bytes) -> Message:
 
 
 def _decode_rare(kind: int, data: bytes) -> Message:
-    plain: dict[int, Message] = {
-        _DRAIN: Drain(), _STOP: Stop(), _RESET: ResetPrefixCache(), _STOPPED: Stopped()
-    }  # fmt: skip
-    if kind in plain:
-        return plain[kind]
+    if kind in _PLAIN_OF:
+        return _PLAIN_OF[kind]
+    if kind == _TRACED:
+        return Traced(data[1:])
     value = json.loads(data[1:])
     if kind == _READY:
         return Ready(RunnerInfo(**value["info"]), value["extras"])
@@ -259,11 +293,12 @@ def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> by
     num_rows, width = rows.token_BW.shape
     packed = _pack_events(events) if events else b""
     head = _STEP_HEAD.pack(
-        _STEP, num_rows, width, len(packed), g.step, g.kv_usage, g.bubble_s, g.busy_s,
-        g.num_running, g.num_waiting, g.num_wasted_rows, g.num_steps,
+        _STEP, num_rows, width, len(packed), len(g.times), g.num_running, g.num_waiting,
+        g.num_wasted_rows, g.num_steps, g.step, g.kv_usage,
     )  # fmt: skip
     parts = [
         head,
+        *[_STEP_TIMES.pack(*times) for times in g.times],
         rows.uid_B.tobytes(),
         rows.count_B.tobytes(),
         rows.done_B.tobytes(),
@@ -279,9 +314,10 @@ def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> by
 
 
 def decode_step(data: bytes) -> StepMessage:
-    (_, rows, width, event_bytes, step, kv_usage, bubble_s, busy_s, running, waiting, wasted,
-     steps) = _STEP_HEAD.unpack_from(data)  # fmt: skip
-    at = _STEP_HEAD.size
+    (_, rows, width, event_bytes, num_times, running, waiting, wasted, steps, step,
+     kv_usage) = _STEP_HEAD.unpack_from(data)  # fmt: skip
+    at = _STEP_HEAD.size + num_times * _STEP_TIMES.size
+    times = [StepTimes(*t) for t in _STEP_TIMES.iter_unpack(data[_STEP_HEAD.size : at])]
     uid_B = np.frombuffer(data, np.int64, rows, at)
     at += 8 * rows
     columns = np.frombuffer(data, np.int32, 4 * rows, at).reshape(4, rows)
@@ -299,7 +335,7 @@ def decode_step(data: bytes) -> StepMessage:
     return StepMessage(
         uid_B, columns[0], token_BW, columns[1], columns[2], columns[3],
         logprobs, prompt_logprobs, events,
-        Gauges(step, running, waiting, kv_usage, bubble_s, busy_s, wasted, steps),
+        Gauges(step, running, waiting, kv_usage, wasted, steps, times),
     )  # fmt: skip
 
 

@@ -1,13 +1,19 @@
-"""Where the engine stands and what it has done, as the front has been told. Counts, no clocks."""
+"""Where the engine stands and what it has done, as the front has been told.
+
+Counts and adds up; never reads a clock.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.engine.messages import StepMessage
+from paceline.engine.messages import StepMessage, StepTimes
+from paceline.observe.histogram import BUBBLE_BOUNDS_S, Histogram
+
+_MOST_RECENT = 16_384  # steps whose times are kept one by one
 
 
 @dataclass(slots=True)
@@ -21,7 +27,8 @@ class EngineStats:
 
     num_steps: int = 0
     bubble_s: float = 0.0  # device idle time between steps
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # of the device
+    host_s: float = 0.0  # of the loop, without waiting
     num_wasted_rows: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # of admitted sequences
@@ -32,6 +39,9 @@ class EngineStats:
     num_accepted_tokens: int = 0  # drafts only, never the bonus token
     accepted_per_position: list[int] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)  # sequences by finish_reason
+    # Step by step: device idle time before each, and the times of the newest.
+    bubble: Histogram = field(default_factory=lambda: Histogram(BUBBLE_BOUNDS_S), repr=False)
+    recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT), repr=False)
 
     def take(self, message: StepMessage) -> None:
         gauges = message.gauges
@@ -40,14 +50,22 @@ class EngineStats:
         self.num_waiting = gauges.num_waiting
         self.kv_usage = gauges.kv_usage
         self.num_steps += gauges.num_steps
-        self.bubble_s += gauges.bubble_s
-        self.busy_s += gauges.busy_s
+        for times in gauges.times:
+            self._take_times(times)
         self.num_wasted_rows += gauges.num_wasted_rows
         self.num_preemptions += len(message.events.preempted)
         num_draft_tokens = int(message.num_drafts_B.sum())
         if num_draft_tokens:
             self.num_draft_tokens += num_draft_tokens
             self._count_accepted(message)
+
+    def _take_times(self, times: StepTimes) -> None:
+        self.recent.append(times)
+        self.busy_s += times.busy_s
+        self.host_s += times.host_s
+        if times.idle_s >= 0.0:  # else the device had been free to rest
+            self.bubble_s += times.idle_s
+            self.bubble.observe(times.idle_s)
 
     def _count_accepted(self, message: StepMessage) -> None:
         accepted_B = message.num_accepted_B

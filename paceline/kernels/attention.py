@@ -7,6 +7,7 @@ data; here the view of a row is derived once per step and shared by all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ from torch.nn.functional import scaled_dot_product_attention
 # Past this many queries a row is computed per query head: the folded mask would grow with the
 # group, and a causal prefill can skip half of its work.
 _FOLD_LIMIT = 32
+
+
+class AttentionWork(NamedTuple):
+    """A pass's attention cut into pieces, on the device: made once, read by every layer."""
+
+    split_E8: Tensor  # int32: spans of KV of rows with few queries
+    tile_E4: Tensor  # int32: query tiles of rows with many
+    count_2: Tensor  # int32: how many there are of each
+    is_dead_T: Tensor  # int8: 1 where no row owns the entry
+    ticket_EN: Tensor  # int32: spans of a row and head that are done; 0 between layers
+    num_partials: int  # the first so many of split_E8 may need room for partial results
 
 
 @dataclass(slots=True)
@@ -27,14 +39,22 @@ class AttentionBatch:
     table_SP: Tensor  # int32 page ids; ceil(length / page_size) of a row's are valid
     page_size: int
     group_size: int  # query heads per KV head
+    # Fixed shapes (kernels/step_rows): rows have gaps between them, and some have no query.
+    query_len_B: Tensor | None = None
+    max_query_len: int = 0  # no row of this shape has more queries
+    work: AttentionWork | None = None  # see attention_triton.prepare
     _rows: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:
         if not self._rows:
             start, length = self.row_start_B.tolist(), self.length_B.tolist()
+            end = start[1:]
+            if self.query_len_B is not None:
+                end = (self.row_start_B + self.query_len_B).tolist()
             self._rows = [
-                _Row.make(start[i], start[i + 1], length[i], self.table_SP[slot].long(), self)
+                _Row.make(start[i], end[i], length[i], self.table_SP[slot].long(), self)
                 for i, slot in enumerate(self.slot_B.tolist())
+                if end[i] > start[i]
             ]
         return self._rows
 
@@ -65,7 +85,7 @@ class _Row:
         if num_queries > 1 and not is_causal:
             position = torch.arange(length - num_queries, length).unsqueeze(1)
             mask = torch.arange(length) <= position
-            mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).to(pages.device)
             if is_folded:
                 mask = mask.repeat_interleave(batch.group_size, dim=0)
         return _Row(
@@ -90,16 +110,17 @@ def paged_attention(
     num_kv_heads, _, head_size = key_NSH.shape
     num_heads = num_kv_heads * batch.group_size
     query_TNH = qkv_TD[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
-    out_TD = torch.empty(len(qkv_TD), num_heads * head_size, dtype=qkv_TD.dtype)
+    out_TD = qkv_TD.new_zeros(len(qkv_TD), num_heads * head_size)
     for row in batch.rows():
         key, value = _sequence(key_NSH, row, batch), _sequence(value_NSH, row, batch)
         query = query_TNH[row.start : row.end]
+        mask = None if row.mask is None else row.mask.to(query.dtype)
         if row.is_folded:
             # [Q, N, H] -> [N_kv, Q * G, H]: the group becomes more queries of the same KV head.
             count = row.end - row.start
             query = query.view(count, num_kv_heads, -1, head_size).transpose(0, 1)
             query = query.reshape(1, num_kv_heads, -1, head_size)
-            out = scaled_dot_product_attention(query, key, value, attn_mask=row.mask, scale=scale)
+            out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
             out = out.view(num_kv_heads, count, -1, head_size).transpose(0, 1)
             out_TD[row.start : row.end].view(out.shape).copy_(out)
         else:
@@ -107,7 +128,7 @@ def paged_attention(
                 query.transpose(0, 1).unsqueeze(0),
                 key,
                 value,
-                attn_mask=row.mask,
+                attn_mask=mask,
                 is_causal=row.is_causal,
                 scale=scale,
                 enable_gqa=True,

@@ -1,6 +1,6 @@
 """Which twin of each kernel pair runs here: picked once for a model, never asked again.
 
-CPU with numba takes the vector kernels; everything else takes the torch references.
+A GPU takes Triton's, a CPU with numba the vector kernels; all else the torch references.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ REFERENCE = Kernels(
 )
 
 
-def pick_kernels(device: torch.device, head_size: int, group_size: int) -> Kernels:
+def pick_kernels(
+    device: torch.device, head_size: int, group_size: int, has_fixed_shapes: bool = False
+) -> Kernels:
     """The kernels of a decoder with these heads."""
-    if not has_numba(device):
+    if device.type == "cuda":
+        return _triton_kernels()
+    if has_fixed_shapes or not has_numba(device):
         return REFERENCE
     from paceline.kernels import activation_numba, attention_numba, norm_numba, rope_numba
 
@@ -59,6 +63,18 @@ def pick_kernels(device: torch.device, head_size: int, group_size: int) -> Kerne
         activation_numba.silu_and_mul,
         rope_numba.place_heads,
         attend.paged_attention,
+    )
+
+
+def _triton_kernels() -> Kernels:
+    from paceline.kernels import activation_triton, attention_triton, norm_triton, rope_triton
+
+    return Kernels(
+        norm_triton.rms_norm,
+        norm_triton.add_rms_norm,
+        activation_triton.silu_and_mul,
+        rope_triton.place_heads,
+        attention_triton.paged_attention,
     )
 
 

@@ -1,17 +1,31 @@
 """Log probabilities of chosen tokens and of the most likely ones, from raw logits rows.
 
-Never changes the logits. Shape letters: N logits rows, V vocabulary, T = 1 + number of top tokens.
+Never changes the logits. Shape letters: N logits rows, V vocabulary, T = 1 + number of top tokens;
+at fixed shapes E ring entries, B rows of a step, W window positions, S slots.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.kernels.rows import Asking, WindowRows
+
 # Stands for NaN in a row that is unusable anyway, so that its numbers stay numbers.
 _LOWEST = -1e30
+
+
+class LogprobResults(NamedTuple):
+    """Where a step's logprobs go: entry `turn % E` of a ring. Rows that did not ask stay as is."""
+
+    ids_EBWT: Tensor  # int32
+    values_EBWT: Tensor  # float32
+    rank_EBW: Tensor  # int32
+    turn_1: Tensor  # int32
 
 
 def token_logprobs(logits_NV: Tensor, token_N: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +75,44 @@ def token_logprobs_reference(
         torch.where(is_real_N1, values_NT, 0.0),
         torch.where(is_real_N1[:, 0], rank_N, 0).to(torch.int32),
     )
+
+
+def write_logprobs(
+    logits_NV: Tensor,
+    token_N: Tensor,
+    rows: WindowRows,
+    asking: Asking,
+    num_top_S: Tensor,
+    results: LogprobResults,
+) -> None:
+    """`token_logprobs` at fixed shapes: each window position's token and the slot's own number of
+    most likely ones, for the slots that ask.
+
+    `token_N` is what is emitted if the window gets there; what it does not reach is nobody's.
+    Entries past a slot's number stay as they are. Reads nothing on the host.
+    """
+    most = results.ids_EBWT.shape[3] - 1
+    found = token_logprobs_reference(logits_NV.float(), token_N, min(most, logits_NV.shape[1]))
+    slot_N = rows.logit_rows().slot_N
+    num_N1 = num_top_S[slot_N].clamp(max=most)[:, None]
+    asks_N1 = asking.rows_N(rows)[:, None]
+    num_found = found[0].shape[1]
+    place_T = torch.arange(num_found, device=slot_N.device)
+    is_wanted_NT = asks_N1 & (place_T <= num_N1)
+    entry_1 = (results.turn_1 % len(results.ids_EBWT)).to(torch.int64)
+    for ring, new in zip(results[:2], found[:2], strict=True):
+        new_BWT = new.view(*ring.shape[1:3], num_found)
+        part = ring[..., :num_found]
+        old_BWT = part.index_select(0, entry_1)[0]
+        wanted_BWT = is_wanted_NT.view(new_BWT.shape)
+        part.index_copy_(0, entry_1, torch.where(wanted_BWT, new_BWT, old_BWT)[None])
+    rank = results.rank_EBW
+    rank_BW = torch.where(
+        asks_N1.view(rank.shape[1:]),
+        found[2].view(rank.shape[1:]),
+        rank.index_select(0, entry_1)[0],
+    )
+    rank.index_copy_(0, entry_1, rank_BW[None])
 
 
 def _largest(row_V: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:

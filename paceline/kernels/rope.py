@@ -46,6 +46,8 @@ def place_heads(
 
 def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:
     """Rotate pairs of the last axis in place. rotation is complex64 [T, H / 2]: cos + i sin."""
+    if x_TNH.dtype != torch.float32:  # complex numbers of two bytes a part are only half there
+        return x_TNH.copy_(rotate_(x_TNH.float(), rotation_TH))
     pairs = torch.view_as_complex(x_TNH.unflatten(-1, (-1, 2)))
     pairs.mul_(rotation_TH.unsqueeze(1))
     return x_TNH
@@ -62,5 +64,6 @@ def write_kv(
     keep = slot_T >= 0
     if not bool(keep.all()):
         slot_T, new_key_TNH, new_value_TNH = slot_T[keep], new_key_TNH[keep], new_value_TNH[keep]
+    slot_T = slot_T.to(torch.int64)
     key_NSH.index_copy_(1, slot_T, new_key_TNH.transpose(0, 1))
     value_NSH.index_copy_(1, slot_T, new_value_TNH.transpose(0, 1))

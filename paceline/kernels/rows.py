@@ -1,6 +1,7 @@
 """The logits rows of a step as processors see them: slot, place in the window, drafts before.
 
-Plain tensors, no logits. Shape letters: N logits rows, K drafts, S slots, L sequence length.
+Plain tensors, no logits. Shape letters: B rows of a step, N logits rows, K drafts, W = K + 1,
+S slots, L sequence length.
 """
 
 from __future__ import annotations
@@ -28,6 +29,58 @@ class LogitRows(NamedTuple):
         if bool(mask_N.all()):  # CPU-only shortcut: no copies when every row qualifies
             return self
         return LogitRows(*(t[mask_N] for t in self))
+
+
+class WindowRows(NamedTuple):
+    """Windows at fixed shapes: position j of row b is logits row b * W + j, looked at if j < width.
+
+    All int32. Kernels look everything else up by slot.
+    """
+
+    slot_B: Tensor
+    width_B: Tensor  # 1 + drafts; 0: nobody looks at this row
+    length_B: Tensor  # committed tokens
+    draft_BK: Tensor  # -1 = none
+
+    @property
+    def width(self) -> int:
+        return self.draft_BK.shape[1] + 1
+
+    def logit_rows(self) -> LogitRows:
+        """Every logits row, those that nobody looks at included. Reads nothing on the host."""
+        step_W = torch.arange(self.width, device=self.slot_B.device)
+        batch = len(self.slot_B)
+        return LogitRows(
+            row_N=torch.arange(batch * self.width, device=self.slot_B.device),
+            slot_N=self._each(self.slot_B).to(torch.int64),
+            offset_N=step_W.repeat(batch),
+            length_N=self._each(self.length_B),
+            draft_NK=self.draft_BK[:, None].expand(-1, self.width, -1).flatten(0, 1),
+        )
+
+    def used_N(self) -> Tensor:
+        """bool: the rows that somebody looks at."""
+        step_W = torch.arange(self.width, device=self.slot_B.device)
+        return (step_W < self.width_B[:, None]).flatten()
+
+    def draft_N(self) -> Tensor:
+        """int32: the draft that each logits row verifies; -1 for a window's last row."""
+        return torch.nn.functional.pad(self.draft_BK, (0, 1), value=-1).flatten()
+
+    def _each(self, value_B: Tensor) -> Tensor:
+        return value_B[:, None].expand(-1, self.width).flatten()
+
+
+class Asking(NamedTuple):
+    """Which slots want a processor: those with `bit` in their features."""
+
+    features_S: Tensor  # int32
+    bit: int
+
+    def rows_N(self, rows: WindowRows) -> Tensor:
+        """bool: logits rows that somebody looks at and whose slot asks."""
+        asks_B = (self.features_S[rows.slot_B.to(torch.int64)] & self.bit) != 0
+        return (asks_B[:, None].expand(-1, rows.width).flatten()) & rows.used_N()
 
 
 def history(rows: LogitRows, tokens_SL: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """From logits rows to tokens: argmax, thresholds, draws and distributions.
 
-Never reads slot state: every row comes with its own parameters. On CPU each row is handled alone,
-so that its bits depend on nothing else in the batch. Shape letters: N logits rows, V vocabulary.
+Never writes slot state but for the distributions of drafts. On CPU each row is handled alone, so
+that its bits depend on nothing else in the batch. Shape letters: B rows, N logits rows, S slots,
+K drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import rng
+from paceline.kernels.rows import WindowRows
 
 Singles = npt.NDArray[np.float32]
 
@@ -48,6 +50,19 @@ class Drafts(NamedTuple):
     draft_N: Tensor  # int32, -1 = none
     offset_N: Tensor  # int64: position in the window; 0 begins one
     verdict_N: Tensor  # int8: 1 accepted, 0 rejected, -1 accepted if equal to the row's draw
+
+
+class SlotKnobs(NamedTuple):
+    """How the rows of each slot are drawn: what kernels at fixed shapes look up for themselves."""
+
+    temperature_S: Tensor  # float32, 0 = greedy
+    top_k_S: Tensor  # int32, 0 = off
+    top_p_S: Tensor  # float32, 1 = off
+    min_p_S: Tensor  # float32, 0 = off
+    seed_S2: Tensor  # int32, strided
+
+    def at(self, slot_N: Tensor) -> Knobs:
+        return Knobs(*(table_S[slot_N] for table_S in self[:4]))
 
 
 def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +118,48 @@ def draw_windows_reference(logits_NV: Tensor, knobs: Knobs, noise: Noise) -> tup
     score_NV = (scaled_NV - noise_NV).masked_fill(~kept_NV, -torch.inf)
     drawn_N = score_NV.argmax(-1).to(torch.int32)
     return torch.where((knobs.temperature_N > 0) & ~bad_N, drawn_N, best_N), bad_N
+
+
+def draw(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs) -> tuple[Tensor, Tensor]:
+    """`draw_windows` at fixed shapes: every window position is drawn, whatever became of earlier.
+
+    Rows that nobody looks at give token 0. Any float type; the arithmetic is float32.
+    """
+    at = rows.logit_rows()
+    position_N = (at.length_N + at.offset_N).to(torch.int32)
+    noise = Noise(knobs.seed_S2[at.slot_N], position_N, torch.full_like(position_N, rng.SAMPLE))
+    token_N, bad_N = draw_windows_reference(logits_NV.float(), knobs.at(at.slot_N), noise)
+    used_N = rows.used_N()
+    return torch.where(used_N, token_N, 0), bad_N & used_N
+
+
+def draft(
+    logits_BV: Tensor,
+    slot_B: Tensor,
+    position_B: Tensor,
+    knobs: SlotKnobs,
+    prob_SKV: Tensor,
+    j: int,
+) -> Tensor:
+    """One draft per row (int32), and what it was drawn from in prob_SKV[slot, j].
+
+    A broken row proposes its argmax for certain. Greedy rows leave their distribution unwritten:
+    nobody reads it.
+    """
+    slot_B = slot_B.to(torch.int64)
+    knobs_B = knobs.at(slot_B)
+    position_B = position_B.to(torch.int32)
+    noise = Noise(knobs.seed_S2[slot_B], position_B, torch.full_like(position_B, rng.DRAFT))
+    logits_BV = logits_BV.float()
+    token_B, bad_B1 = draw_windows_reference(logits_BV, knobs_B, noise)
+    bad_B1 = bad_B1[:, None]
+    place_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+    prob_BV = distributions(logits_BV.masked_fill(bad_B1, 0.0), knobs_B)
+    prob_BV = torch.where(bad_B1, (place_V == token_B[:, None]).to(torch.float32), prob_BV)
+    old_BV = prob_SKV[slot_B, j, : logits_BV.shape[1]]
+    is_drawn_B1 = knobs_B.temperature_N[:, None] > 0
+    prob_SKV[slot_B, j, : logits_BV.shape[1]] = torch.where(is_drawn_B1, prob_BV, old_BV)
+    return token_B
 
 
 def distributions(logits_NV: Tensor, knobs: Knobs) -> Tensor:

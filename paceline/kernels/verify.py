@@ -1,6 +1,6 @@
 """Accepts drafts and cuts windows: from one verdict per logits row to emitted tokens per request.
 
-Never draws a token itself and never writes slot state.
+Draws only what replaces a draft that was sampled, and never writes slot state.
 
 Shape letters: B rows that sample, N logits rows, K drafts, W = K + 1, S slots, E table entries.
 """
@@ -12,6 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from paceline.kernels import rng
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import (
+    Knobs,
+    Noise,
+    SlotKnobs,
+    distributions,
+    draw_windows_reference,
+)
 
 # Values of request.Done that a device may set; a test keeps them equal.
 DONE_EOS = 1
@@ -26,6 +36,13 @@ class Verdicts(NamedTuple):
     token_N: Tensor  # int32: the draw, the replacement or the bonus
     bad_N: Tensor  # bool: the logits were unusable (NaN, or nothing allowed)
     ok_N: Tensor | None  # bool: the row's draft is accepted; None: accepted if equal to token_N
+
+
+class SampledDrafts(NamedTuple):
+    """What drafts were drawn from, by slot."""
+
+    onehot_S: Tensor  # int32: 0 where prob_SKV says what they were drawn from
+    prob_SKV: Tensor  # float32; its width may differ from the target's vocabulary
 
 
 class Windows(NamedTuple):
@@ -79,6 +96,39 @@ def residual_logits(prob_NV: Tensor, draft_prob_ND: Tensor) -> Tensor:
     # Rounding may reject a draft although p = q everywhere.
     is_empty_N1 = left_NV.amax(-1, keepdim=True) <= 0
     return torch.where(is_empty_N1, prob_NV, left_NV).log()
+
+
+def judge(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, drafts: SampledDrafts) -> Verdicts:
+    """Verdicts at fixed shapes, by rejection for drafts that were sampled, else by equality.
+
+    A sampled draft is accepted with chance p / q and replaced from max(p - q, 0), each with noise
+    of its own. The token of an accepted row is its draft.
+    """
+    at, draft_N, used_N = rows.logit_rows(), rows.draft_N(), rows.used_N()
+    logits_NV = logits_NV.float()
+    knobs_N, seed_N2 = knobs.at(at.slot_N), knobs.seed_S2[at.slot_N]
+    position_N = (at.length_N + at.offset_N).to(torch.int32)
+    is_sampled_N = (drafts.onehot_S[at.slot_N] == 0) & (knobs_N.temperature_N > 0)
+    is_sampled_N &= (draft_N >= 0) & used_N
+    prob_NV = distributions(logits_NV, knobs_N)
+    last = drafts.prob_SKV.shape[1] - 1
+    draft_prob_ND = drafts.prob_SKV[at.slot_N, at.offset_N.clamp(max=last)]
+    unit_N = rng.uniform(seed_N2, position_N, rng.ACCEPT)
+    accepted_N = accept_sampled(prob_NV, draft_prob_ND, draft_N.clamp(min=0), unit_N)
+    accepted_N &= is_sampled_N
+
+    rejected_N = is_sampled_N & ~accepted_N
+    residual_NV = residual_logits(prob_NV, draft_prob_ND)
+    logits_NV = torch.where(rejected_N[:, None], residual_NV, logits_NV)
+    off = (1.0, 0, 1.0, 0.0)
+    knobs_N = Knobs(*(torch.where(rejected_N, v, t) for t, v in zip(knobs_N, off, strict=True)))
+    domain_N = torch.where(rejected_N, rng.RESAMPLE, rng.SAMPLE).to(torch.int32)
+    token_N, bad_N = draw_windows_reference(
+        logits_NV, knobs_N, Noise(seed_N2, position_N, domain_N)
+    )
+    token_N = torch.where(accepted_N, draft_N, torch.where(used_N, token_N, 0))
+    ok_N = torch.where(is_sampled_N, accepted_N, used_N & (draft_N >= 0) & (token_N == draft_N))
+    return Verdicts(token_N, bad_N & used_N, ok_N)
 
 
 def settle_windows(verdicts: Verdicts, windows: Windows, limits: Limits) -> Settled:

@@ -1,4 +1,4 @@
-"""Linear layers: the plain one, panels for vector kernels, FBGEMM's packed fp16. Picked once.
+"""Linear layers: plain, on CUDA, panels for vector kernels, FBGEMM's packed fp16. Picked once.
 
 All keep fp32 activations and add up in fp32 on the CPU; only weights are narrower.
 """
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from paceline.kernels import gemv
 from paceline.kernels.dispatch import has_numba, pick_matmul
+from paceline.kernels.gemv import Product
+from paceline.kernels.gemv_table import pick_tile
 from paceline.kernels.matmul import BLOCK_BYTES, PanelWeight, pack_blocks, pack_dense
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,33 @@ class DenseLinear:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return linear(x_TD, self.weight, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+
+class CudaLinear:
+    """Weights as they are, on a GPU: few rows go through kernels of ours, many through cuBLAS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight.contiguous()
+        self.bias = bias
+        self.product = Product(self.weight, bias)
+        self._few_rows = pick_few_rows(weight.device)
+
+    def __call__(self, x_TD: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """`out_dtype`: fp32 logits straight from the sums."""
+        weight = self.weight
+        shape = (*weight.shape, x_TD.shape[0])
+        if pick_tile("plain", *shape, weight.dtype, weight.device) is None:
+            return self.multiply(x_TD, out_dtype)
+        return self._few_rows(x_TD.to(weight.dtype), self.product, out_dtype)
+
+    def multiply(self, x_TD: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The product as torch has it, whatever the table says."""
+        out_TN = linear(x_TD.to(self.weight.dtype), self.weight, self.bias)
+        return out_TN if out_dtype is None else out_TN.to(out_dtype)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +132,26 @@ def dense(dtype: torch.dtype, device: torch.device) -> LinearFormat:
         return DenseLinear(weight.to(device, dtype), moved)
 
     return make
+
+
+def cuda_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
+    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+        moved = None if bias is None else bias.to(device, dtype)
+        return CudaLinear(weight.to(device, dtype), moved)
+
+    return make
+
+
+def pick_few_rows(
+    device: torch.device,
+) -> Callable[[Tensor, Product, torch.dtype | None], Tensor]:
+    """The product of few rows on this device."""
+    if device.type != "cuda":
+        return gemv.linear
+    from paceline.kernels import gemv_triton
+
+    gemv_triton.tickets(device)  # before any graph is captured
+    return gemv_triton.linear
 
 
 def panels(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -1,4 +1,4 @@
-"""A decoder's layers as one call of machine code, where every part of them has a vector kernel.
+"""A decoder's layers as one call: of machine code on the CPU, of fused kernels on CUDA.
 
 Holds addresses only; the decoder holds the tensors.
 """
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
 from paceline.kernels.matmul import PanelWeight
-from paceline.layers.linear import PanelLinear
+from paceline.layers.linear import CudaLinear, PanelLinear
 from paceline.models.decoder import DecoderLayer, ForwardInputs, FusedLayers
+from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
@@ -20,15 +21,20 @@ def fuse_layers(
     spec: ModelSpec, layers: list[DecoderLayer], kernels: Kernels, device: torch.device
 ) -> FusedLayers | None:
     """None where some layer has a part that only torch computes."""
+    linears = [x for y in layers for x in (y.qkv, y.o, y.gate_up, y.down)]
+    if all(isinstance(x, CudaLinear) for x in linears):
+        return CudaLayers(spec, layers, kernels)
     has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True))
     if has_references or not has_numba(device):
         return None
     weights: list[tuple[PanelWeight, ...]] = []
     for layer in layers:
-        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        panels = tuple(x.weight for x in linears if isinstance(x, PanelLinear))
+        if layer.input_norm is None:
+            return None
+        parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        panels = tuple(x.weight for x in parts if isinstance(x, PanelLinear))
         # Padded outputs would move the rows of the next kernel apart.
-        if len(panels) < len(linears) or any(x.width != x.num_outputs for x in panels):
+        if len(panels) < len(parts) or any(x.width != x.num_outputs for x in panels):
             return None
         weights.append(panels)
     return _NumbaLayers(spec, layers, weights)
@@ -51,6 +57,7 @@ class _NumbaLayers:
             [
                 numba_layers.LayerTensors(x.input_norm, x.post_norm, x.head_norms, linears)
                 for x, linears in zip(layers, weights, strict=True)
+                if x.input_norm is not None
             ]
         )
         self._shape = numba_layers.Shape(
@@ -70,7 +77,9 @@ class _NumbaLayers:
         rotation_TH: Tensor,
         inputs: ForwardInputs,
         pages: list[LayerPages],
+        unnormed_TD: Tensor | None = None,
     ) -> Tensor:
+        assert unnormed_TD is None, "no layer here goes without a norm"
         if pages is not self._pages:
             self._pages = pages
             kv = [(x.key_NSH, x.value_NSH) for x in pages]

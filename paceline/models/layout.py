@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
 from paceline.models.decoder import ForwardInputs
@@ -24,10 +25,12 @@ def lay_out(
     group_size: int,
     *,
     drafts: Ints | None = None,
+    shift: int = 0,
 ) -> ForwardInputs:
     """The varlen batch of positions start..start + count of each slot, then its drafts.
 
-    Drafts of a row come first in it; -1 fills the rest.
+    Drafts of a row come first in it; -1 fills the rest. With `shift` each entry holds the token
+    that many positions further on.
     """
     query_len_B = count_B
     if drafts is not None:
@@ -35,26 +38,55 @@ def lay_out(
     row_start = np.zeros(len(slot_B) + 1, np.int64)
     np.cumsum(query_len_B, out=row_start[1:])
     # Position of a token = its index in T + what its row begins at.
-    shift_B = start_B - row_start[:-1]
-    position_T = np.arange(row_start[-1]) + np.repeat(shift_B, query_len_B)
+    position_T = np.arange(row_start[-1]) + np.repeat(start_B - row_start[:-1], query_len_B)
     slot_T = np.repeat(slot_B, query_len_B)
-    token_T = slots.tokens_SL.numpy()[slot_T, position_T]
+    token_T = slots.tokens_SL.numpy()[slot_T, position_T + shift]
     if drafts is not None:
         is_draft_T = position_T >= np.repeat(start_B + count_B, query_len_B)
         token_T[is_draft_T] = drafts[drafts >= 0]
-    size = pages.page_size
-    page_T = pages.table_SP.numpy()[slot_T, position_T // size].astype(np.int64)
-    page_slot_T = np.where(page_T < 0, -1, page_T * size + position_T % size)
     return ForwardInputs(
         token_T=torch.from_numpy(token_T.astype(np.int64)),
         position_T=torch.from_numpy(position_T),
-        page_slot_T=torch.from_numpy(page_slot_T),
-        attention=AttentionBatch(
-            row_start_B=torch.from_numpy(row_start),
-            length_B=torch.from_numpy(start_B + query_len_B),
-            slot_B=torch.from_numpy(slot_B),
-            table_SP=pages.table_SP,
-            page_size=size,
-            group_size=group_size,
-        ),
+        page_slot_T=torch.from_numpy(_page_slots(pages, slot_T, position_T)),
+        attention=_attention(pages, slot_B, row_start, start_B + query_len_B, group_size),
+    )
+
+
+def lay_out_one_each(
+    slots: Slots,
+    pages: Pages,
+    slot_B: Longs,
+    position_B: Longs,
+    token_B: Tensor,
+    group_size: int,
+) -> ForwardInputs:
+    """One given token per slot. At max_model_len and beyond, it writes no KV."""
+    clamped_B = np.minimum(position_B, slots.max_model_len - 1)
+    page_slot_B = _page_slots(pages, slot_B, clamped_B)
+    page_slot_B[position_B > clamped_B] = -1
+    row_start = np.arange(len(slot_B) + 1)
+    return ForwardInputs(
+        token_T=token_B.to(torch.int64),
+        position_T=torch.from_numpy(clamped_B),
+        page_slot_T=torch.from_numpy(page_slot_B),
+        attention=_attention(pages, slot_B, row_start, clamped_B + 1, group_size),
+    )
+
+
+def _page_slots(pages: Pages, slot_T: Longs, position_T: Longs) -> Longs:
+    size = pages.page_size
+    page_T = pages.table_SP.numpy()[slot_T, position_T // size].astype(np.int64)
+    return np.where(page_T < 0, -1, page_T * size + position_T % size)
+
+
+def _attention(
+    pages: Pages, slot_B: Longs, row_start: Longs, length_B: Longs, group_size: int
+) -> AttentionBatch:
+    return AttentionBatch(
+        row_start_B=torch.from_numpy(row_start),
+        length_B=torch.from_numpy(length_B),
+        slot_B=torch.from_numpy(slot_B),
+        table_SP=pages.table_SP,
+        page_size=pages.page_size,
+        group_size=group_size,
     )

@@ -6,7 +6,7 @@ Reads one layer at a time, so that the checkpoint is never in memory twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from paceline.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 
 class WeightSource(Protocol):
@@ -55,6 +56,8 @@ class WeightFormats:
     device: torch.device
     round_to: torch.dtype | None = None  # --dtype: round the checkpoint's values to this first
     name: str = "float32"  # for people
+    compute: torch.dtype = torch.float32  # of activations
+    has_fixed_shapes: bool = False  # rows with gaps and device lengths: kernels/step_rows
     blocks: BlockFormat | None = None  # linears that stay quantised
 
 
@@ -64,9 +67,10 @@ class DummyWeights:
     def blocks(self, name: str) -> tuple[str, Tensor] | None:
         return None
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._shapes = dict(expected_shapes(spec))
+    def __init__(self, shapes: Shapes, seed: int, device: torch.device) -> None:
+        self._shapes = dict(shapes)
         self._seed = seed
+        self._device = device
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -77,26 +81,33 @@ class DummyWeights:
     def load(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.ones(shape, device=self._device)
         # Seeded by name, so that a tensor does not depend on the order of loading.
         seed = self._seed * 1_000_003 + sum(ord(c) * 31**i % 2**31 for i, c in enumerate(name))
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        return torch.randn(shape, generator=generator) * 0.02
+        generator = torch.Generator(self._device).manual_seed(seed % 2**63)
+        return torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
 
 
 def expected_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of a checkpoint of this spec."""
-    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
-    q_rows, kv_rows = spec.num_heads * head, spec.num_kv_heads * head
     shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("model.embed_tokens.weight", (spec.vocab_size, width)),
-        ("model.norm.weight", (width,)),
+        ("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)),
+        ("model.norm.weight", (spec.hidden_size,)),
     ]
     if not spec.is_tied:
-        shapes.append(("lm_head.weight", (spec.vocab_size, width)))
+        shapes.append(("lm_head.weight", (spec.vocab_size, spec.hidden_size)))
+    return shapes + layer_shapes(spec)
+
+
+def layer_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the layers."""
+    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
+    q_rows, kv_rows = spec.num_heads * head, spec.num_kv_heads * head
+    shapes: list[tuple[str, tuple[int, ...]]] = []
     for i in range(spec.num_layers):
         at = f"model.layers.{i}."
-        shapes += [(at + "input_layernorm.weight", (width,))]
+        if i or spec.has_first_norm:
+            shapes += [(at + "input_layernorm.weight", (width,))]
         shapes += [(at + "post_attention_layernorm.weight", (width,))]
         for name, rows, columns, has_bias in (
             ("self_attn.q_proj", q_rows, width, spec.has_qkv_bias),
@@ -116,16 +127,16 @@ def expected_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     return shapes
 
 
-def check_names(spec: ModelSpec, source: WeightSource) -> None:
+def check_names(spec: ModelSpec, source: WeightSource, shapes: Shapes) -> None:
     """Name the first missing tensor or wrong shape; warn about tensors that nobody reads."""
     names = source.names()
-    expected = dict(expected_shapes(spec))
+    expected = dict(shapes)
     missing = sorted(set(expected) - names)
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"the checkpoint has no tensor {missing[0]!r}{more}; "
-            f"a {spec.family} model of {spec.num_layers} layers needs it."
+            f"the checkpoint has no tensor {missing[0]!r}{more}; config.json ({spec.family}, "
+            f"num_hidden_layers {spec.num_layers}) asks for it."
         )
     for name, shape in expected.items():
         found = tuple(source.shape(name))
@@ -150,27 +161,28 @@ def load_decoder(
     """Build the decoder, layer by layer. `progress` gets a name and a share of the work."""
     # The file's own head wins over the flag, as in transformers.
     has_head = "lm_head.weight" in source.names()
-    check_names(spec, source)
-    read = _Reader(source, formats)
+    check_names(spec, source, expected_shapes(spec))
+    read = Reader(source, formats)
     layers: list[DecoderLayer] = []
     for i in range(spec.num_layers):
-        layers.append(_load_layer(spec, read, i))
+        layers.append(load_layer(spec, read, i))
         if progress:
             progress("weights", (i + 1) / (spec.num_layers + 1))
-    embedding = read.tensor("model.embed_tokens.weight")
     head = "lm_head" if has_head else "model.embed_tokens"
-    kernels = pick_kernels(formats.device, spec.head_size, spec.group_size)
+    kernels = pick_kernels(
+        formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
+    )
     decoder = Decoder(
         spec=spec,
-        embedding_VD=embedding.to(formats.device, formats.embedding),
+        embedding_VD=read.table("model.embed_tokens.weight"),
         layers=layers,
         final_norm=read.norm("model.norm.weight"),
         lm_head=read.linear([head]),
-        rotation=_rotation(spec, source, max_model_len).to(formats.device),
+        rotation=rotation_of(spec, source, max_model_len).to(formats.device),
         kernels=kernels,
         fused=fuse_layers(spec, layers, kernels, formats.device),
     )
-    if decoder.fused is not None:
+    if decoder.fused is not None and formats.device.type == "cpu":
         # The kernels around the layers: compiled now, not while the first request waits.
         zeros_TD = torch.zeros(1, spec.hidden_size)
         decoder.logits(kernels.add_rms_norm(zeros_TD, zeros_TD, decoder.final_norm, 1.0))
@@ -180,7 +192,9 @@ def load_decoder(
 
 
 @dataclass(slots=True)
-class _Reader:
+class Reader:
+    """Tensors in the formats that the model computes with."""
+
     source: WeightSource
     formats: WeightFormats
 
@@ -190,6 +204,9 @@ class _Reader:
 
     def optional(self, name: str) -> Tensor | None:
         return self.tensor(name) if name in self.source.names() else None
+
+    def table(self, name: str) -> Tensor:
+        return self.tensor(name).to(self.formats.device, self.formats.embedding)
 
     def norm(self, name: str) -> Tensor:
         return self.tensor(name).to(self.formats.device, self.formats.norm)
@@ -224,15 +241,16 @@ def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
     return interleave_pairs(rows, num_heads) if num_heads else rows
 
 
-def _load_layer(spec: ModelSpec, read: _Reader, index: int) -> DecoderLayer:
+def load_layer(spec: ModelSpec, read: Reader, index: int) -> DecoderLayer:
     at = f"model.layers.{index}."
     attention = [f"{at}self_attn.{x}_proj" for x in "qkv"]
     norms = None
     if spec.has_qk_norm:
         query, key = (read.norm(f"{at}self_attn.{x}_norm.weight") for x in "qk")
         norms = HeadNorms(interleave_pairs(query, 1), interleave_pairs(key, 1), spec.norm_eps)
+    has_norm = index > 0 or spec.has_first_norm
     return DecoderLayer(
-        input_norm=read.norm(at + "input_layernorm.weight"),
+        input_norm=read.norm(at + "input_layernorm.weight") if has_norm else None,
         qkv=read.linear(attention, [spec.num_heads, spec.num_kv_heads, 0]),
         o=read.linear([at + "self_attn.o_proj"]),
         post_norm=read.norm(at + "post_attention_layernorm.weight"),
@@ -242,7 +260,7 @@ def _load_layer(spec: ModelSpec, read: _Reader, index: int) -> DecoderLayer:
     )
 
 
-def _rotation(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Tensor:
+def rotation_of(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Tensor:
     rope = spec.rope
     freq = inverse_frequencies(spec.head_size, rope.theta)
     if rope.kind == "linear":

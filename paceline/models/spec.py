@@ -6,7 +6,7 @@ Knows names and numbers only: weights are read by models/loading, computed by mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import CheckpointError, nearest
@@ -46,6 +46,7 @@ class ModelSpec:
     has_o_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_first_norm: bool = True  # whether layer 0 norms its input
 
     @property
     def group_size(self) -> int:
@@ -96,18 +97,36 @@ def read_spec(config: Config) -> ModelSpec:
     architectures = config.get("architectures") or []
     for name in architectures:
         if name in FAMILIES:
-            if config.get("quantization_config"):
-                method = config["quantization_config"].get("quant_method", "unknown")
-                raise CheckpointError(
-                    f"this checkpoint is quantised with {method!r}, which is not supported; "
-                    "use the original weights or a GGUF file."
-                )
+            _refuse_quantised(config)
             return FAMILIES[name](config)
     found = ", ".join(architectures) or f"model_type {config.get('model_type')!r}"
     hint = nearest(architectures[0], FAMILIES) if architectures else ""
     raise CheckpointError(
         f"architecture {found} is not supported; Paceline serves {', '.join(FAMILIES)}.{hint}"
     )
+
+
+def read_eagle_spec(config: Config) -> ModelSpec:
+    """The spec of an EAGLE-1 head: chosen by its role, for it calls itself a Llama or anything."""
+    _refuse_quantised(config)
+    marks = [str(config.get("speculators_model_type", "")), *(config.get("architectures") or [])]
+    if "draft_vocab_size" in config or any("eagle3" in mark.lower() for mark in marks):
+        raise CheckpointError(
+            'this is an EAGLE-3 head, which is not supported yet; method "eagle" takes EAGLE-1 '
+            "heads."
+        )
+    # Heads state the length that they were trained with; it limits nothing.
+    spec = _llama({"max_position_embeddings": 2048, **config})
+    return replace(spec, family="eagle", has_first_norm=False)
+
+
+def _refuse_quantised(config: Config) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"this checkpoint is quantised with {method!r}, which is not supported; "
+            "use the original weights or a GGUF file."
+        )
 
 
 def _decoder(config: Config, family: str, **flags: bool) -> ModelSpec:

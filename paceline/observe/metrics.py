@@ -6,7 +6,6 @@ happen. Knows no HTTP and no engine, just the shape of the totals.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +16,8 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+
+from paceline.observe.histogram import BUBBLE_BOUNDS_S, Histogram
 
 FIRST_TOKEN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
@@ -30,10 +31,6 @@ END_TO_END_BOUNDS_S = (
     *(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-BUBBLE_BOUNDS_S = (
-    *(0.0, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
-    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
-)
 # Shown from the start, so that a rate() over them never begins with a gap.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -44,8 +41,6 @@ class EngineTotals(Protocol):
     num_running: int
     num_waiting: int
     kv_usage: float
-    num_steps: int
-    bubble_s: float
     num_wasted_rows: int
     num_preemptions: int
     num_prompt_tokens: int
@@ -59,33 +54,8 @@ class EngineTotals(Protocol):
     def accepted_per_position(self) -> Sequence[int]: ...
     @property
     def finished(self) -> Mapping[str, int]: ...
-
-
-class Histogram:
-    """Counts per bucket. A fifth of the cost of prometheus_client's own, which locks."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, weight: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += weight
-        self._sum += value * weight
-
     @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def family(self, name: str, text: str, model_name: str) -> HistogramMetricFamily:
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([model_name], buckets, self._sum)
-        return family
+    def bubble(self) -> Histogram: ...
 
 
 class Latencies:
@@ -104,10 +74,11 @@ class Latencies:
 class _Nothing:
     """The totals of an engine that is still loading."""
 
-    num_running = num_waiting = num_steps = num_wasted_rows = num_preemptions = 0
+    num_running = num_waiting = num_wasted_rows = num_preemptions = 0
     num_prompt_tokens = num_cached_tokens = num_generated_tokens = 0
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
-    kv_usage = bubble_s = 0.0
+    kv_usage = 0.0
+    bubble = Histogram(BUBBLE_BOUNDS_S)
 
     @property
     def accepted_per_position(self) -> Sequence[int]:
@@ -124,10 +95,7 @@ class Metrics:
     def __init__(self, model_name: str = "") -> None:
         self.model_name = model_name
         self.latencies = Latencies()
-        self._bubble = Histogram(BUBBLE_BOUNDS_S)
         self._totals: EngineTotals = _Nothing()
-        self._seen_steps = 0
-        self._seen_bubble_s = 0.0
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -135,15 +103,6 @@ class Metrics:
     def attach(self, totals: EngineTotals, model_name: str) -> None:
         self._totals = totals
         self.model_name = model_name
-
-    def pumped(self) -> None:
-        """After each pump: the idle time of the steps that it brought."""
-        steps = self._totals.num_steps - self._seen_steps
-        if steps > 0:
-            bubble_s = self._totals.bubble_s - self._seen_bubble_s
-            self._bubble.observe(bubble_s / steps, steps)
-            self._seen_steps += steps
-            self._seen_bubble_s += bubble_s
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -177,17 +136,29 @@ class Metrics:
 
     def _histograms(self) -> Iterator[HistogramMetricFamily]:
         model, latencies = self.model_name, self.latencies
-        yield latencies.time_to_first_token.family(
-            "paceline:time_to_first_token_seconds", "From the request to its first token.", model
+        yield _histogram(
+            "paceline:time_to_first_token_seconds",
+            "From the request to its first token.",
+            latencies.time_to_first_token,
+            model,
         )
-        yield latencies.inter_token_latency.family(
-            "paceline:inter_token_latency_seconds", "Time per token after the first.", model
+        yield _histogram(
+            "paceline:inter_token_latency_seconds",
+            "Time per token after the first.",
+            latencies.inter_token_latency,
+            model,
         )
-        yield latencies.e2e_request_latency.family(
-            "paceline:e2e_request_latency_seconds", "From the request to its last token.", model
+        yield _histogram(
+            "paceline:e2e_request_latency_seconds",
+            "From the request to its last token.",
+            latencies.e2e_request_latency,
+            model,
         )
-        yield self._bubble.family(
-            "paceline:step_bubble_seconds", "Device idle time before a step.", model
+        yield _histogram(
+            "paceline:step_bubble_seconds",
+            "Device idle time before each step that had work waiting.",
+            self._totals.bubble,
+            model,
         )
 
 
@@ -243,6 +214,12 @@ def _labelled(
     family = CounterMetricFamily(name, text, labels=["model_name", label])
     for key, value in values.items():
         family.add_metric([model, key], value)
+    return family
+
+
+def _histogram(name: str, text: str, values: Histogram, model: str) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=["model_name"])
+    family.add_metric([model], list(values.buckets()), values.sum)
     return family
 
 

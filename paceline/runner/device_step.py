@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import Drafter, DraftStep
+from paceline.drafters.base import Drafter
 from paceline.kernels.advance import advance
 from paceline.models.decoder import Decoder
 from paceline.runner.inputs import StepInputs, build_inputs
 from paceline.runner.prompt_logprobs import prompt_logprobs
+from paceline.runner.varlen_drafts import VarlenDraftStep
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.verify import Accepted, AcceptRules, Tail, verify
 from paceline.state.pages import LayerPages, Pages
@@ -96,17 +97,7 @@ def step_b(
         on_result(result)
     _advance(device.slots, inputs, accepted)
     device.drafter.propose(
-        DraftStep(
-            slots=device.slots,
-            pages=device.pages,
-            k=plan.k,
-            slot_B=inputs.slot_B,
-            start_B=inputs.start_B,
-            query_len_B=inputs.query_len_B,
-            num_drafts_B=inputs.num_drafts_B,
-            samples_B=inputs.samples_B,
-            hidden_TD=forwarded.hidden_TD,
-        )
+        VarlenDraftStep(device.slots, device.pages, plan.k, inputs, forwarded.hidden_TD)
     )
     if late is not None:
         # The host needs the drafts to build the next masks, so these results come after drafting.

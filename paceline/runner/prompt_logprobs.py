@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from paceline.kernels.logprobs import token_logprobs
 from paceline.models.decoder import Decoder
 from paceline.runner.inputs import StepInputs
 from paceline.state.slots import Slots
-from paceline.step import TokenLogprobs
+from paceline.step import Ints, SlotInit, StepPlan, TokenLogprobs
 
 _SLICE_ROWS = 64  # bounds the memory: 64 x vocabulary of fp32 logits
 
@@ -29,17 +32,53 @@ def prompt_logprobs(
         if wanted_B[i] >= 0 and end > start:
             rows_TD = hidden_TD[offset : offset + end - start]
             target_T = slots.tokens_SL[slot, start + 1 : end + 1].long()
-            parts = [
-                token_logprobs(model.logits(rows), targets, int(wanted_B[i]))
-                for rows, targets in zip(
-                    torch.split(rows_TD, _SLICE_ROWS),
-                    torch.split(target_T, _SLICE_ROWS),
-                    strict=True,
-                )
-            ]
-            ids, values, rank = (torch.cat(part) for part in zip(*parts, strict=True))
-            out.append(
-                TokenLogprobs(int(inputs.row_B[i]), ids.numpy(), values.numpy(), rank.numpy())
-            )
+            row = int(inputs.row_B[i])
+            out.append(_scored(model, row, rows_TD, target_T, int(wanted_B[i])))
         offset += count
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the host keeps of a request that wants its prompt scored, with fixed shapes."""
+
+    tokens: Ints
+    last: int  # positions before this one predict a prompt token
+    num_top: int
+
+    @classmethod
+    def of(cls, init: SlotInit) -> PromptScores | None:
+        wanted = init.request.params.prompt_logprobs
+        return None if wanted is None else cls(init.tokens, init.prompt_len - 1, wanted)
+
+
+def score_prompts(
+    model: Decoder,
+    plan: StepPlan,
+    scores_B: Sequence[PromptScores | None],
+    row_start_B: Sequence[int],
+    hidden_TD: Tensor,
+) -> list[TokenLogprobs]:
+    """`prompt_logprobs` by what the host knows: a chunk's positions are never a guess."""
+    out = []
+    for row, scores in enumerate(scores_B):
+        count = int(plan.query_len_B[row])
+        start = int(plan.length_bound_B[row]) - count
+        if scores is None or start >= scores.last:
+            continue
+        end = min(start + count, scores.last)
+        first = row_start_B[row]
+        target_T = torch.from_numpy(scores.tokens[start + 1 : end + 1]).to(hidden_TD.device)
+        out.append(
+            _scored(model, row, hidden_TD[first : first + end - start], target_T, scores.num_top)
+        )
+    return out
+
+
+def _scored(
+    model: Decoder, row: int, hidden_TD: Tensor, target_T: Tensor, num_top: int
+) -> TokenLogprobs:
+    slices = zip(hidden_TD.split(_SLICE_ROWS), target_T.split(_SLICE_ROWS), strict=True)
+    parts = [token_logprobs(model.logits(h).float(), t.long(), num_top) for h, t in slices]
+    ids, values, rank = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+    return TokenLogprobs(row, ids.numpy(), values.numpy(), rank.numpy())

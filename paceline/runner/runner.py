@@ -61,6 +61,9 @@ class CpuRunner:
             self.submit(step, lambda: step.run_b(None))
         return step
 
+    def use_spare_time(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join(timeout=30)

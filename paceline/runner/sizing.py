@@ -60,3 +60,30 @@ def kv_budget(cache: CacheConfig, gpu: MemoryReading | None, cpu_free_bytes: int
     if gpu is not None:
         return max(int(gpu.total * cache.gpu_memory_utilization) - gpu.used, 0)
     return min(DEFAULT_CPU_KV_BYTES, cpu_free_bytes // 2)
+
+
+# Context, kernels and about a hundred captured graphs of a thousand nodes each.
+GRAPH_BYTES = 2 * GIB
+_ACTIVATIONS = 1.5  # of what one layer holds at once: blocks that the allocator cannot reuse
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The largest step of a model: what it holds beside weights, state and pages."""
+
+    tokens: int
+    logits_rows: int
+    layer_width: int  # numbers of one token that live at once inside a layer
+    vocab_size: int
+    itemsize: int
+
+
+def step_bytes(models: list[StepSizes]) -> int:
+    """Bytes that a step needs at most. Models run one after the other in the same memory."""
+    largest = 0.0
+    for m in models:
+        activations = m.tokens * m.layer_width * m.itemsize * _ACTIVATIONS
+        # As the head gives them, and in fp32 once more for the processors.
+        logits = m.logits_rows * m.vocab_size * (m.itemsize + 4)
+        largest = max(largest, activations + logits)
+    return int(largest) + GRAPH_BYTES

@@ -1,20 +1,19 @@
-"""From a configuration to a runner that is ready: locate, load, size, build. Runs once."""
+"""From a configuration to a runner that is ready: locate, load, size, build. Runs once.
+
+Here for the CPU; runner/startup_cuda does the same for a GPU.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
-from paceline.checkpoint.source import ModelFiles, locate
-from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.drafters.autoregressive import DraftModel
-from paceline.drafters.base import Drafter, NoDrafter
-from paceline.drafters.ngram import NgramDrafter
-from paceline.errors import CheckpointError, ConfigError
+from paceline.checkpoint.source import ModelFiles
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 from paceline.kernels.dispatch import has_numba
 from paceline.layers.linear import (
     block_panels,
@@ -23,60 +22,72 @@ from paceline.layers.linear import (
     packed_fp16,
     packed_fp16_works,
 )
-from paceline.models.decoder import Decoder
-from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
-from paceline.models.spec import ModelSpec, read_spec
-from paceline.models.weights import open_weights
+from paceline.models.loading import WeightFormats
+from paceline.models.spec import ModelSpec
 from paceline.runner.device_step import Device
+from paceline.runner.finding import (
+    Found,
+    Loader,
+    Progress,
+    find_models,
+    forced_rates,
+    make_drafter,
+    wanted_length,
+)
 from paceline.runner.runner import CpuRunner
 from paceline.runner.sizing import kv_budget, num_pages, page_bytes
 from paceline.sampling.custom import CustomProcessors
-from paceline.sampling.verify import AcceptRules, synthetic_rates
+from paceline.sampling.verify import AcceptRules
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from paceline.step import Runner, RunnerInfo
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
 _KV_DTYPE = torch.float32
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A model on this disk, before its weights are read."""
-
-    files: ModelFiles
-    spec: ModelSpec
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.spec.kv_bytes_per_token(_KV_DTYPE.itemsize)
-
-
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     """Everything between `paceline serve` and the first step, for one device."""
-    if config.device.device == "cuda":
-        raise ConfigError("--device cuda is not supported yet; use --device cpu (or auto).")
     torch.set_grad_enabled(False)
+    wanted = config.device.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch finds no usable NVIDIA GPU here; use --device cpu, or install a "
+            "torch build with CUDA."
+        )
+    is_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    config = replace(config, scheduler=config.scheduler.sized(is_gpu=is_gpu))
+    if is_gpu:
+        from paceline.runner.startup_cuda import build_fixed_runner
+
+        return build_fixed_runner(config, progress, torch.device("cuda"))
+    return _build_cpu_runner(config, progress)
+
+
+def _build_cpu_runner(config: EngineConfig, progress: Progress) -> Runner:
     num_threads = config.device.cpu_threads or default_threads()
     torch.set_num_threads(num_threads)
     progress("locating the model", 0.0)
-    target = _find(config, config.model.model, config.model.revision)
-    draft = _find_draft(config, target.spec)
+    found = find_models(config)
     # Sizes first: what cannot fit is refused before gigabytes are read.
-    found = [target] if draft is None else [target, draft]
     max_model_len = _max_model_len(config, found)
     slots, pages = _state(config, found, max_model_len)
+    loader = Loader(config, lambda files: _formats(config, files), progress)
+    model = loader.decoder(found[0], max_model_len)
+    layers = [_layers(pages, f.spec) for f in found]
+    head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
+    rates = forced_rates(config.speculative)
+    names = config.model.logits_processors
     device = Device(
-        model=_load(config, target, max_model_len, progress),
-        layer_pages=_layers(pages, target.spec),
-        drafter=_drafter(config, draft, pages, max_model_len, progress),
+        model=model,
+        layer_pages=layers[0],
+        drafter=make_drafter(config.speculative, head),
         slots=slots,
         pages=pages,
-        rules=_rules(config.speculative),
-        custom=_custom(config, target.spec),
+        rules=AcceptRules() if rates is None else AcceptRules.synthetic(rates, _CPU),
+        custom=CustomProcessors(names, model.spec.vocab_size, _CPU) if names else None,
     )
     progress("ready", 1.0)
     return CpuRunner(device, _info(config, found, device), num_threads)
@@ -87,43 +98,15 @@ def default_threads() -> int:
     return max(torch.get_num_threads(), 1)
 
 
-def _find(config: EngineConfig, model: str, revision: str | None) -> Found:
-    files = locate(model, revision=revision, load_format=config.model.load_format)
-    return Found(files, read_spec(files.config))
-
-
-def _find_draft(config: EngineConfig, target: ModelSpec) -> Found | None:
-    spec_config = config.speculative
-    if spec_config is None or spec_config.method != "draft_model":
-        return None
-    assert spec_config.model is not None
-    draft = _find(config, spec_config.model, spec_config.revision)
-    if draft.spec.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"the draft model {spec_config.model!r} has a vocabulary of {draft.spec.vocab_size} "
-            f"tokens, the target has {target.vocab_size}; a draft model needs the target's "
-            "vocabulary."
-        )
-    return draft
-
-
 def _max_model_len(config: EngineConfig, found: list[Found]) -> int:
     """What was asked for; else what the models were made for, or the KV cache holds if less."""
-    longest = min(f.spec.max_position for f in found)
-    wanted = config.model.max_model_len
-    if wanted is not None:
-        if wanted > longest:
-            raise ConfigError(
-                f"max_model_len {wanted} is more than the {longest} positions that "
-                f"{'these models were' if len(found) > 1 else 'this model was'} made for; lower "
-                "--max-model-len."
-            )
-        return wanted
-    capacity = kv_budget(config.cache, None, _free_memory_bytes()) // sum(
-        f.kv_bytes_per_token for f in found
-    )
+    longest, is_asked = wanted_length(config, found)
+    if is_asked or config.cache.num_gpu_blocks_override is not None:
+        return longest
+    budget = kv_budget(config.cache, None, _free_memory_bytes())
+    capacity = budget // sum(_token_bytes(found))
     fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
-    if fitting >= longest or config.cache.num_gpu_blocks_override is not None:
+    if fitting >= longest:
         return longest
     logger.warning(
         "max_model_len is %d, what the KV cache holds; the model was made for %d: raise "
@@ -134,17 +117,8 @@ def _max_model_len(config: EngineConfig, found: list[Found]) -> int:
     return fitting
 
 
-def _load(config: EngineConfig, found: Found, max_model_len: int, progress: Progress) -> Decoder:
-    formats = _formats(config, found.files)
-    spec = found.spec
-    if config.model.load_format == "dummy":
-        dummy = DummyWeights(spec, config.model.seed)
-        return load_decoder(spec, dummy, formats, max_model_len=max_model_len, progress=progress)
-    weights = open_weights(found.files, config.model.load_format)
-    try:
-        return load_decoder(spec, weights, formats, max_model_len=max_model_len, progress=progress)
-    finally:
-        weights.close()
+def _token_bytes(found: list[Found]) -> list[int]:
+    return [f.spec.kv_bytes_per_token(_KV_DTYPE.itemsize) for f in found]
 
 
 def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
@@ -190,7 +164,7 @@ def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tupl
     num_slots = config.scheduler.max_num_seqs
     count = num_pages(
         config.cache,
-        page_bytes(config.cache.block_size, [f.kv_bytes_per_token for f in found]),
+        page_bytes(config.cache.block_size, _token_bytes(found)),
         max_model_len=max_model_len,
         max_num_seqs=num_slots,
         gpu=None,
@@ -210,49 +184,13 @@ def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tupl
     return slots, pages
 
 
-def _drafter(
-    config: EngineConfig,
-    draft: Found | None,
-    pages: Pages,
-    max_model_len: int,
-    progress: Progress,
-) -> Drafter:
-    spec_config = config.speculative
-    if spec_config is None:
-        return NoDrafter()
-    k = spec_config.num_speculative_tokens
-    if draft is None:
-        return NgramDrafter(k, spec_config.prompt_lookup_min, spec_config.prompt_lookup_max)
-    return DraftModel(
-        model=_load(config, draft, max_model_len, progress),
-        layer_pages=_layers(pages, draft.spec),
-        max_k=k,
-        is_probabilistic=spec_config.draft_sample_method == "probabilistic",
-    )
-
-
 def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
     return pages.add_layers(spec.num_layers, spec.num_kv_heads, spec.head_size, _KV_DTYPE)
 
 
-def _rules(config: SpeculativeConfig | None) -> AcceptRules:
-    if config is None or config.rejection_sample_method == "standard":
-        return AcceptRules()
-    if config.synthetic_acceptance_rates is not None:
-        return AcceptRules.synthetic(config.synthetic_acceptance_rates, _CPU)
-    assert config.synthetic_acceptance_length is not None
-    k = config.num_speculative_tokens
-    return AcceptRules.synthetic(synthetic_rates(config.synthetic_acceptance_length, k), _CPU)
-
-
-def _custom(config: EngineConfig, spec: ModelSpec) -> CustomProcessors | None:
-    names = config.model.logits_processors
-    return CustomProcessors(names, spec.vocab_size, _CPU) if names else None
-
-
 def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInfo:
     pages, slots = device.pages, device.slots
-    per_token = sum(f.kv_bytes_per_token for f in found)
+    per_token = sum(_token_bytes(found))
     return RunnerInfo(
         num_pages=pages.num_pages,
         page_size=pages.page_size,
@@ -261,6 +199,8 @@ def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInf
         vocab_size=found[0].spec.vocab_size,
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
+        draft_reads_features=device.drafter.reads_features,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 0,
         model_name=found[0].files.name,
         device="cpu",
         dtype=_formats(config, found[0].files).name,

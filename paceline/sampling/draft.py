@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import rng
 from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows, greedy
+from paceline.sampling.fixed import knobs_of, twins
 from paceline.state.slots import Slots
 
 
@@ -27,6 +28,9 @@ def propose_tokens(
     Greedy, or with `probabilistic` drawn for rows with a temperature from their own temperature,
     min_p, top_k and top_p; then q goes to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
     """
+    if logits_BV.is_cuda:
+        return _propose_on_cuda(logits_BV, slot_B, position_B, j, slots, probabilistic)
+    slot_B = slot_B.to(torch.int64)
     best_B, bad_B = greedy(logits_BV)
     if not probabilistic:
         return best_B
@@ -49,3 +53,15 @@ def propose_tokens(
         bad_B[:, None], certain_BV.to(torch.float32), prob_BV
     )
     return token_B
+
+
+def _propose_on_cuda(
+    logits_BV: Tensor, slot_B: Tensor, position_B: Tensor, j: int, slots: Slots, probabilistic: bool
+) -> Tensor:
+    """The same with kernels that a graph may hold."""
+    if not probabilistic:
+        return twins(True).greedy(logits_BV)[0]
+    assert slots.draft_probs_SKV is not None, "probabilistic drafts need draft_vocab_size"
+    return twins(True).draft(
+        logits_BV, slot_B, position_B, knobs_of(slots), slots.draft_probs_SKV, j
+    )

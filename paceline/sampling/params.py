@@ -27,11 +27,11 @@ from paceline.state.slots import (
     CUSTOM,
     LOGPROBS,
     MIN_TOKENS,
+    NUM_EOS_IDS,
     PENALTIES,
 )
 from paceline.step import Ints
 
-MAX_EOS_IDS = 8  # width of slots.eos_ids_SE
 # Below this a temperature only scales logits beyond float32's reach of one another.
 GREEDY_BELOW = 1e-5
 
@@ -84,7 +84,7 @@ def slot_rows(
         "prompt_len_S": prompt_len,
         "max_len_S": max_len,
         "min_len_S": min(prompt_len + params.min_tokens, 2**31 - 1),
-        "eos_ids_SE": _padded("eos_token_ids", request.eos_token_ids, MAX_EOS_IDS),
+        "eos_ids_SE": _padded("eos_token_ids", request.eos_token_ids, NUM_EOS_IDS),
         "stop_ids_SE": _padded("stop_token_ids", params.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
         "temperature_S": 0.0 if greedy else params.temperature,
         "top_k_S": 0 if greedy else params.top_k,

@@ -164,7 +164,7 @@ class _Judge:
         A rejected row is prepared to be drawn from max(p - q, 0), with noise of its own domain.
         """
         is_sampled_N = (
-            ~self.slots.drafts_onehot_S[self.rows.slot_N]
+            (self.slots.drafts_onehot_S[self.rows.slot_N] == 0)
             & (self.knobs.temperature_N > 0)
             & (self.draft_N >= 0)
         )

@@ -17,12 +17,16 @@ class PrefixCache:
     A chain value is a number given to a page when it is registered, never used twice; so two
     prefixes share one only if all their tokens are equal, and no hash can collide. A page whose
     parent was evicted cannot be found any more and leaves when its turn comes.
+
+    Where `num_successors` is 1, what a page holds depends on the token after it too, and that
+    token is part of its key.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_successors: int = 0) -> None:
         self.pool = PagePool(num_pages, on_evict=self._drop)
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
+        self.num_successors = num_successors
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}  # parent's chain value and tokens -> page
         self._key_of: list[bytes | None] = [None] * num_pages
@@ -34,13 +38,13 @@ class PrefixCache:
 
     def find(self, tokens: Ints, num_pages: int) -> tuple[list[int], int]:
         """Pages that hold the longest known beginning of `tokens`, at most `num_pages`, and the
-        chain value after them. Takes no reference."""
+        chain value after them. Takes no reference. `num_successors` tokens follow the last page."""
         pages: list[int] = []
         chain = ROOT
-        size = 4 * self._page_size
-        data = tokens[: num_pages * self._page_size].tobytes()
+        size, seen = 4 * self._page_size, 4 * (self._page_size + self.num_successors)
+        data = tokens[: num_pages * self._page_size + self.num_successors].tobytes()
         for at in range(0, num_pages * size, size):
-            page = self._page_of.get(chain.to_bytes(8, "little") + data[at : at + size])
+            page = self._page_of.get(chain.to_bytes(8, "little") + data[at : at + seen])
             if page is None:
                 break
             pages.append(page)
@@ -49,17 +53,18 @@ class PrefixCache:
 
     def register(self, chain: int, tokens: Ints, pages: list[int]) -> int:
         """`pages`, which somebody holds, contain (or will, in stream order) the KV of `tokens`
-        after the prefix of `chain`. Returns the chain value after them.
+        after the prefix of `chain`. Returns the chain value after them. `num_successors` more
+        tokens follow those of the last page.
 
         Where a page is known already, the first one stays.
         """
         page_of, key_of, chain_of = self._page_of, self._key_of, self._chain_of
         is_kept, newest = self.pool.is_kept, self._newest_chain
-        size = 4 * self._page_size
+        size, seen = 4 * self._page_size, 4 * (self._page_size + self.num_successors)
         data = tokens.tobytes()
         at = 0
         for page in pages:
-            key = chain.to_bytes(8, "little") + data[at : at + size]
+            key = chain.to_bytes(8, "little") + data[at : at + seen]
             at += size
             known = page_of.setdefault(key, page)
             if known == page:

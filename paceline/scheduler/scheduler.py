@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
         self.info = info
-        self.budget = config.scheduler.max_num_batched_tokens
+        self.budget = config.scheduler.max_num_batched_tokens or info.max_num_batched_tokens
         if self.budget < info.num_slots * (info.max_k + 1):
             raise ConfigError(
                 f"max_num_batched_tokens {self.budget} cannot hold {info.num_slots} rows of "

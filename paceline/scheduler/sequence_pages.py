@@ -26,7 +26,9 @@ class SequencePages:
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, table: SlotTable) -> None:
         self.page_size = info.page_size
-        self.cache = PrefixCache(info.num_pages, info.page_size)
+        # A drafter that reads features has, at a page's last position, KV of the token after it.
+        num_successors = int(info.draft_reads_features)
+        self.cache = PrefixCache(info.num_pages, info.page_size, num_successors)
         self.pool = self.cache.pool
         self._table = table
         self._is_caching = config.cache.enable_prefix_caching
@@ -181,7 +183,8 @@ class SequencePages:
 
     def register_launched(self, live: LiveRequest) -> None:
         """A chunk was planned: pages that it fills hold their final content in stream order."""
-        num_full = live.num_launched // self.page_size
+        num_known = min(live.num_launched, len(live.tokens) - self.cache.num_successors)
+        num_full = num_known // self.page_size
         if num_full > live.num_hashed:
             self._register(live, live.tokens, num_full)
 
@@ -198,8 +201,9 @@ class SequencePages:
 
     def _register(self, live: LiveRequest, tokens: Ints, num_full: int) -> None:
         first, size = live.num_hashed, self.page_size
+        end = num_full * size + self.cache.num_successors
         live.chain = self.cache.register(
-            live.chain, tokens[first * size : num_full * size], live.pages[first:num_full]
+            live.chain, tokens[first * size : end], live.pages[first:num_full]
         )
         live.num_hashed = num_full
 

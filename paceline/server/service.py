@@ -167,7 +167,6 @@ class Service:
             client.pump(0.0)
         except EngineDead as error:
             self._die(error)
-        self.metrics.pumped()
 
     def _die(self, error: EngineDead) -> None:
         """Every open request has been told by now; new ones are."""

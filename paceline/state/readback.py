@@ -1,15 +1,91 @@
-"""The only door from device to host: the tensors of a step's outcome become a StepResult.
+"""The only door from device to host: the outcome of a step becomes numpy arrays.
 
 On CPU the device is a thread, so this is a view, taken before drafting starts to reuse anything.
+With fixed shapes a kernel writes results into a ring of host memory, and then the step's number.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
-from paceline.step import Ints
+from paceline.errors import EngineDead
+from paceline.kernels.logprobs import LogprobResults
+from paceline.kernels.step_rows import RESULT_TOKENS, Ring
+from paceline.step import Ints, StepPlan, StepResult, TokenLogprobs
+
+_NAP_S = 5e-6  # lets other threads have the interpreter
+_CHECK_EVERY_S = 0.5
 
 
 def to_host(tensor: Tensor) -> Ints:
     return tensor.numpy().astype(np.int32, copy=False)
+
+
+class RingReader:
+    """Waits for stamps and reads the entries they stand for.
+
+    `is_idle` asks the device if it has finished everything, and raises if it failed.
+    """
+
+    def __init__(self, ring: Ring, logprobs: LogprobResults, is_idle: Callable[[], bool]) -> None:
+        self._stamp_E = ring.stamp_E.numpy()
+        self._result_EBR = ring.result_EBR.numpy()
+        self._time_E2 = ring.time_E2.numpy()
+        self._logprobs = [t.numpy() for t in logprobs[:3]]
+        self._is_idle = is_idle
+        self.clock_offset_s = 0.0  # host time minus device time
+
+    def wait(self, entry: int, step: int) -> None:
+        """Return when the results of `step` are there."""
+        stamp_E = self._stamp_E
+        check_s = time.perf_counter() + _CHECK_EVERY_S
+        while stamp_E[entry] != step:
+            time.sleep(_NAP_S)
+            if time.perf_counter() > check_s:
+                if self._is_idle() and stamp_E[entry] != step:
+                    raise EngineDead(f"the device finished without the results of step {step}")
+                check_s = time.perf_counter() + _CHECK_EVERY_S
+
+    def result(self, entry: int, plan: StepPlan) -> StepResult:
+        """Rows in the order of the plan. The entry may be reused after this."""
+        rows_BR = self._result_EBR[entry, : plan.num_rows].copy()
+        return StepResult(
+            step=plan.step,
+            count_B=rows_BR[:, 0],
+            token_BW=rows_BR[:, RESULT_TOKENS : RESULT_TOKENS + plan.k + 1],
+            done_B=rows_BR[:, 1],
+            num_drafts_B=rows_BR[:, 2],
+            num_accepted_B=rows_BR[:, 3],
+            device_start_s=self.start_s(entry),
+            device_end_s=self.start_s(entry),
+        )
+
+    def logprobs(
+        self, entry: int, result: StepResult, asked: list[tuple[int, int]]
+    ) -> list[TokenLogprobs]:
+        """Of these plan rows, so many top tokens each."""
+        ids_EBWT, values_EBWT, rank_EBW = self._logprobs
+        found = []
+        for row, top in asked:
+            count = int(result.count_B[row])
+            place = (entry, row, slice(0, count))
+            found.append(
+                TokenLogprobs(
+                    row=row,
+                    ids=ids_EBWT[place][:, : 1 + top].copy(),
+                    values=values_EBWT[place][:, : 1 + top].copy(),
+                    rank=rank_EBW[place].copy(),
+                )
+            )
+        return found
+
+    def start_s(self, entry: int) -> float:
+        return float(self._time_E2[entry, 0]) * 1e-9 + self.clock_offset_s
+
+    def end_s(self, entry: int) -> float:
+        """When the step ended, drafting included: known once a later step has begun."""
+        return float(self._time_E2[entry, 1]) * 1e-9 + self.clock_offset_s

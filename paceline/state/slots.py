@@ -3,7 +3,8 @@
 Rows never move. Row `padding_slot` belongs to nobody. Only `state/staging.py` writes rows from the
 host; only the step's own functions write them on the device.
 
-Shape letters: S slots + 1, L max_model_len, K most drafts, V vocabulary, E entries of a table.
+Shape letters: S slots + 1, L max_model_len, K most drafts, V vocabulary, E entries of a table,
+F fields.
 """
 
 from __future__ import annotations
@@ -28,9 +29,68 @@ CUSTOM = 32
 MIN_TOKENS = 64
 LATE_MASK = 128
 
+# Numbers of a slot: each is one row of `fields_FS`, so that one kernel can admit a request.
+INT_FIELDS = (
+    # Truth about the sequence. tokens[s, :num_tokens[s]] are committed; the KV of positions
+    # < num_computed is in the pages. Decoding rows have num_computed == num_tokens - 1.
+    "num_tokens_S",
+    "num_computed_S",
+    "prompt_len_S",  # the user's prompt, also after a resume
+    "prefill_len_S",  # computed before the first sample: prompt + resumed output
+    "done_S",  # request.Done; != 0: the row emits nothing and writes nothing
+    "drafts_onehot_S",  # 0: the slot's drafts were sampled from draft_probs_SKV
+    # Limits: committed length that ends the request, and below which no stop token may come.
+    "max_len_S",
+    "min_len_S",
+    "top_k_S",  # 0 = off
+    "features_S",
+    "num_logprobs_S",  # -1 = none; else how many top ones
+    "num_prompt_logprobs_S",
+)
+FLOAT_FIELDS = (
+    "temperature_S",  # 0 = greedy
+    "top_p_S",
+    "min_p_S",
+    "presence_S",
+    "frequency_S",
+    "repetition_S",
+)
+FIELDS = INT_FIELDS + FLOAT_FIELDS
+DEFAULTS = {
+    "drafts_onehot_S": 1,
+    "num_logprobs_S": -1,
+    "num_prompt_logprobs_S": -1,
+    "top_p_S": 1.0,
+    "repetition_S": 1.0,
+}
+NUM_EOS_IDS = 8
+# Columns of `ids_SE`: the seed in two 32-bit halves, EOS ids, stop ids.
+SEED_COLUMNS = slice(0, 2)
+EOS_COLUMNS = slice(2, 2 + NUM_EOS_IDS)
+STOP_COLUMNS = slice(2 + NUM_EOS_IDS, 2 + NUM_EOS_IDS + MAX_STOP_TOKEN_IDS)
+
 
 class Slots:
     """The tensors; see the comment of each group. Every lookup is by slot, never by batch row."""
+
+    num_tokens_S: Tensor
+    num_computed_S: Tensor
+    prompt_len_S: Tensor
+    prefill_len_S: Tensor
+    done_S: Tensor
+    drafts_onehot_S: Tensor
+    max_len_S: Tensor
+    min_len_S: Tensor
+    top_k_S: Tensor
+    features_S: Tensor
+    num_logprobs_S: Tensor
+    num_prompt_logprobs_S: Tensor
+    temperature_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    presence_S: Tensor
+    frequency_S: Tensor
+    repetition_S: Tensor
 
     def __init__(
         self,
@@ -54,44 +114,27 @@ class Slots:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
         f32 = torch.float32
-        # Truth about the sequence. tokens[s, :num_tokens[s]] are committed; the KV of positions
-        # < num_computed is in the pages. Decoding rows have num_computed == num_tokens - 1.
+        self.fields_FS = torch.zeros(len(FIELDS), rows, dtype=torch.int32, device=device)
+        for index, name in enumerate(FIELDS):
+            row_S = self.fields_FS[index]
+            setattr(self, name, row_S.view(f32) if name in FLOAT_FIELDS else row_S)
+            getattr(self, name).fill_(DEFAULTS.get(name, 0))
         self.tokens_SL = full(max_model_len)
-        self.num_tokens_S = full()
-        self.num_computed_S = full()
-        self.prompt_len_S = full()  # the user's prompt, also after a resume
-        self.prefill_len_S = (
-            full()
-        )  # what must be computed before the first sample: prompt + resumed output
-        self.done_S = full()  # request.Done; != 0: the row emits nothing and writes nothing
         # Drafts for positions num_tokens, num_tokens + 1, ...; -1 = none.
         self.drafts_SK = full(max(max_k, 1), value=-1)
-        self.drafts_onehot_S = full(value=1, dtype=torch.bool)
         self.draft_probs_SKV = (
             full(max(max_k, 1), draft_vocab_size, dtype=f32) if draft_vocab_size else None
         )
-        # Limits: committed length that ends the request, and below which no stop token may come.
-        self.max_len_S = full()
-        self.min_len_S = full()
-        self.eos_ids_SE = full(8, value=-1)
-        self.stop_ids_SE = full(MAX_STOP_TOKEN_IDS, value=-1)
-        # Sampling. temperature 0 = greedy, top_k 0 = off, seed split into two 32-bit halves.
-        self.temperature_S = full(dtype=f32)
-        self.top_k_S = full()
-        self.top_p_S = full(value=1, dtype=f32)
-        self.min_p_S = full(dtype=f32)
-        self.seed_S2 = full(2)
-        self.presence_S = full(dtype=f32)
-        self.frequency_S = full(dtype=f32)
-        self.repetition_S = full(value=1, dtype=f32)
-        self.features_S = full()
+        self.ids_SE = full(STOP_COLUMNS.stop, value=-1)
+        self.seed_S2 = self.ids_SE[:, SEED_COLUMNS].zero_()
+        self.eos_ids_SE = self.ids_SE[:, EOS_COLUMNS]
+        self.stop_ids_SE = self.ids_SE[:, STOP_COLUMNS]
         # Tables of the rarer features; entries of -1 are unused.
         self.bias_ids_SE = full(MAX_LOGIT_BIAS, value=-1)
         self.bias_values_SE = full(MAX_LOGIT_BIAS, dtype=f32)
         self.bad_words_SEE = full(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, value=-1)  # right-aligned
         self.allowed_bits_SV = full((vocab_size + 31) // 32)  # bit set = allowed; int32 words
-        self.num_logprobs_S = full(value=-1)  # -1 = none; else how many top ones
-        self.num_prompt_logprobs_S = full(value=-1)
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        tensors = (t for t in vars(self).values() if isinstance(t, Tensor))
+        return sum(t.nbytes for t in tensors if t._base is None)

@@ -1,4 +1,4 @@
-"""The only door from host to device: what a plan changes in slot state and page tables.
+"""The door from host to device: what a plan changes in slot state and page tables, on CPU.
 
 `collect` runs on the loop thread and touches no tensor; `apply` runs in stream order, just before
 the step that needs it, so a slot or page may change hands between two steps already planned.
@@ -56,7 +56,7 @@ class Staging:
         # Nothing of the former owner may survive: drafts and codes are cleared, not inherited.
         views["done_S"][slot] = 0
         views["drafts_SK"][slot] = -1
-        views["drafts_onehot_S"][slot] = True
+        views["drafts_onehot_S"][slot] = 1
         for name, value in row.items():
             self._write(name, slot, value)
         self._table[slot] = -1

@@ -5,12 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.disturbance import Disturbance
 from tests.e2e.ladder import Workshop
-from tests.e2e.serving import save_served, served
+
+if TYPE_CHECKING:
+    from tests.e2e.disturbance import Disturbance
+
+# What serves is imported where it is used: tests of the engine alone must be collected where the
+# server's packages are missing.
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +26,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model that can be served: it has a tokenizer and a template."""
+    from tests.e2e.serving import save_served
+
     folder = tmp_path_factory.mktemp("served")
     save_served(folder)
     return folder
@@ -29,6 +36,9 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def healthy(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbance]:
     """A server with eight streams to disturb. It must get through all of it without a traceback."""
+    from tests.e2e.disturbance import Disturbance
+    from tests.e2e.serving import served
+
     log = tmp_path_factory.mktemp("log") / "server.txt"
     with served(served_model, log, "--max-request-bytes", "1M", "--max-num-seqs", "16") as process:
         disturbance = Disturbance(process)

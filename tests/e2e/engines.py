@@ -21,6 +21,14 @@ def draft_model(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
     }
 
 
+def eagle(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
+    return {
+        **draft_model(workshop, k),
+        "method": "eagle",
+        "model": workshop.head_folder("llama"),
+    } | more
+
+
 def tiny_llm(workshop: Workshop, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
     """The tiny llama in this process, in fp32, one thread."""
     defaults: dict[str, Any] = {
@@ -32,7 +40,7 @@ def tiny_llm(workshop: Workshop, spec: dict[str, Any] | None = None, **options: 
         "cpu_threads": 1,
         "engine_in_process": True,
     }
-    return LLM(speculative_config=spec, **{**defaults, **options})
+    return workshop.open_llm(speculative_config=spec, **{**defaults, **options})
 
 
 def run(

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from tests.eagle import PlainEagle, save_head, trained_head
 from tests.tiny import FAMILIES, VOCAB, greedy_reference, save_noisy_draft, save_tiny
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": FAMILIES,
     "run_ahead": (0, 1, 2),
-    "drafter": ("none", "ngram", "draft_model"),
+    "drafter": ("none", "ngram", "draft_model", "eagle"),
     "k": (1, 2, 3, 4, 5, 6, 7),
     "request_k": ("all", "mixed"),  # mixed: some requests ask for 0 or fewer drafts
     "chunk": (2048, 37, 16),
@@ -39,25 +41,28 @@ class Rung:
     prefix_cache: bool
     pool: str
     block_size: int
+    device: str = "cpu"
+    eager: bool = False  # on a GPU: no graphs
 
     def __str__(self) -> str:
         cache_name = "cache" if self.prefix_cache else "nocache"
+        how = "" if self.device == "cpu" else ("-eager" if self.eager else "-graphs")
         return (
             f"{self.family}-depth{self.run_ahead}-{self.drafter}-k{self.k}-{self.request_k}"
-            f"-chunk{self.chunk}-{cache_name}-{self.pool}-block{self.block_size}"
+            f"-chunk{self.chunk}-{cache_name}-{self.pool}-block{self.block_size}{how}"
         )
 
 
-def pairwise() -> list[Rung]:
+def pairwise(axes: dict[str, tuple[Any, ...]] = AXES) -> list[Rung]:
     """A small set in which every pair of values of two axes occurs: greedy, seeded."""
-    names = list(AXES)
+    names = list(axes)
     pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
     }
     rng = random.Random(0)
     rungs: list[Rung] = []
     while pairs:
-        candidates = [{n: rng.choice(AXES[n]) for n in names} for _ in range(60)]
+        candidates = [{n: rng.choice(axes[n]) for n in names} for _ in range(60)]
         best = max(candidates, key=lambda c: len(_covered(c, names) & pairs))
         gained = _covered(best, names) & pairs
         if not gained:
@@ -88,11 +93,13 @@ class Workshop:
     """Tiny checkpoints and their reference tokens, made once per session."""
 
     max_tokens = 40
+    open_llm: Callable[..., LLM] = LLM  # what runs a rung
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.target = cache(self._target)
         self.draft_folder = cache(self._draft_folder)
+        self.head = cache(self._head)
         self.expected = cache(self._expected)
 
     def _target(self, family: str) -> Any:
@@ -108,6 +115,25 @@ class Workshop:
         folder = self._folder / f"{family}-draft"
         save_noisy_draft(folder, self.target(family), noise=0.06)
         return str(folder)
+
+    def _head(self, family: str) -> PlainEagle:
+        """An EAGLE head that has seen the expected outputs, but not for long."""
+        outputs = self.expected(family)
+        sequences = [[*p, *o] for p, o in zip(PROMPTS, outputs, strict=True)]
+        head = trained_head(self.target(family), sequences)
+        # Published heads come as they do for llama; safetensors and prefixes are met as well.
+        is_published = family == "llama"
+        save_head(
+            self._folder / f"{family}-eagle",
+            head,
+            prefix="" if is_published else "model.",
+            as_safetensors=not is_published,
+        )
+        return head
+
+    def head_folder(self, family: str) -> str:
+        self.head(family)
+        return str(self._folder / f"{family}-eagle")
 
     def _expected(self, family: str) -> list[list[int]]:
         model = self.target(family)
@@ -139,6 +165,8 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         "max_num_batched_tokens": max(rung.chunk, max_seqs * (rung.k + 1)),
         "enable_prefix_caching": rung.prefix_cache,
         "block_size": rung.block_size,
+        "device": rung.device,
+        "enforce_eager": rung.eager,
         "cpu_threads": 1,
         "engine_in_process": True,
     }
@@ -155,6 +183,8 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         options["speculative_config"]["prompt_lookup_min"] = 1
     if rung.drafter == "draft_model":
         options["speculative_config"]["model"] = workshop.draft_folder(rung.family)
+    if rung.drafter == "eagle":
+        options["speculative_config"]["model"] = workshop.head_folder(rung.family)
     params = [
         SamplingParams(
             temperature=0,
@@ -165,7 +195,7 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         for i in range(len(PROMPTS))
     ]
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    with LLM(**options) as llm:
+    with workshop.open_llm(**options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = {
         "preemptions": sum(o.metrics.num_preemptions for o in outputs),

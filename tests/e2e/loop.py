@@ -7,11 +7,12 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.messages import StepMessage, decode
+from paceline.engine.messages import StepMessage, StepTimes, decode
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.runner import CpuRunner
 from paceline.runner.startup import build_runner
 from paceline.scheduler.events import TokenConstraint
+from paceline.step import Runner
 from tests.e2e.ladder import Workshop
 
 
@@ -33,18 +34,32 @@ def tiny_engine(
     config = EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
     runner = build_runner(config, lambda name, share: None)
     assert isinstance(runner, CpuRunner)
+    engine, published = listened_to(runner, config, delay=delay)
+    return engine, runner, published
+
+
+def listened_to(
+    runner: Runner,
+    config: EngineConfig,
+    *,
+    delay: Callable[[str], None] | None = None,
+    times: list[StepTimes] | None = None,
+) -> tuple[Engine, dict[int, list[int]]]:
+    """An engine over `runner`, and the tokens that it publishes by uid; `times` gets its steps'."""
     published: dict[int, list[int]] = {}
 
     def publish(data: bytes) -> None:
         message = decode(data)
         assert isinstance(message, StepMessage)
+        if times is not None:
+            times.extend(message.gauges.times)
         for uid, count, row in zip(
             message.uid_B.tolist(), message.count_B.tolist(), message.token_BW.tolist(), strict=True
         ):
             if uid >= 0:  # -1: nobody waits for this row any more
                 published.setdefault(uid, []).extend(row[:count])
 
-    return Engine(runner, config, publish, delay=delay), runner, published
+    return Engine(runner, config, publish, delay=delay), published
 
 
 def request(uid: int, prompt: Sequence[int], **params: Any) -> EngineRequest:

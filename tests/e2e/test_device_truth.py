@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from paceline.models.decoder import Decoder, ForwardInputs
+from paceline.models.draft_heads import EagleModel
 from paceline.sampling.params import pack_bits
-from paceline.state.pages import LayerPages
 from paceline.step import Ints, StepPlan, StepResult
-from tests.e2e.engines import NGRAM, draft_model, run, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle, run, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.e2e.loop import add_all, finish, request, tiny_engine
 from tests.tiny import VOCAB
@@ -27,39 +27,44 @@ class Recorder:
 
     smallest: int = VOCAB
     num_forwards: int = 0
-    tokens: list[tuple[Decoder, list[int]]] = field(default_factory=list)
+    tokens: list[tuple[Decoder | EagleModel, list[int]]] = field(default_factory=list)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        forward = Decoder.forward
+        for kind in (Decoder, EagleModel):
+            self._watch(monkeypatch, kind)
 
-        def recorded(
-            model: Decoder, inputs: ForwardInputs, pages: list[LayerPages]
-        ) -> torch.Tensor:
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+        forward = kind.forward
+
+        def recorded(model: Any, inputs: ForwardInputs, *rest: Any) -> torch.Tensor:
             self.num_forwards += 1
             self.smallest = min(self.smallest, int(inputs.token_T.min()))
             assert int(inputs.token_T.max()) < VOCAB
             assert int(inputs.page_slot_T.min()) >= 0
             self.tokens.append((model, inputs.token_T.tolist()))
-            return forward(model, inputs, pages)
+            hidden: torch.Tensor = forward(model, inputs, *rest)
+            return hidden
 
-        monkeypatch.setattr(Decoder, "forward", recorded)
+        monkeypatch.setattr(kind, "forward", recorded)
 
 
 @pytest.mark.trap("A1", "A9", "A11")
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle"])
 def test_no_placeholder_ever_enters_an_embedding(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, drafter: str, depth: int
 ) -> None:
     """Chunks, rejected rows and accepted rows in one batch; ids and page slots stay valid."""
     recorder = Recorder()
     recorder.watch(monkeypatch)
-    spec = NGRAM if drafter == "ngram" else draft_model(workshop)
-    engine, runner, published = tiny_engine(workshop, spec, run_ahead=depth)
+    specs = {"ngram": NGRAM, "draft_model": draft_model(workshop), "eagle": eagle(workshop)}
+    engine, runner, published = tiny_engine(workshop, specs[drafter], run_ahead=depth)
     add_all(engine, [request(i, p) for i, p in enumerate(PROMPTS)])
     finish(engine)
     runner.close()
     assert recorder.smallest >= 0
+    if drafter == "eagle":
+        assert any(isinstance(model, EagleModel) for model, _ in recorder.tokens)
     expected = [t[:20] for t in workshop.expected("llama")]
     assert [published[i] for i in range(len(PROMPTS))] == expected
 
@@ -185,7 +190,7 @@ class Counting:
 
 @pytest.mark.trap("A9", "B8")
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle"])
 def test_late_rows_obey_their_masks_and_leave_the_others_alone(
     workshop: Workshop, drafter: str, depth: int
 ) -> None:
@@ -193,6 +198,7 @@ def test_late_rows_obey_their_masks_and_leave_the_others_alone(
         "none": None,
         "ngram": NGRAM,
         "draft_model": draft_model(workshop, 3),
+        "eagle": eagle(workshop, 3),
     }
     results = []
     for spec in (None, specs[drafter]):

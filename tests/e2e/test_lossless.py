@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import SamplingParams
-from tests.e2e.engines import NGRAM, draft_model, run, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle, run, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 
 FEATURES: list[dict[str, Any]] = [
@@ -28,6 +29,15 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
+DRAFTERS = ("none", "ngram", "draft_model", "eagle")
+
+
+def spec_of(drafter: str, workshop: Workshop, k: int = 4) -> dict[str, Any] | None:
+    if drafter in ("none", "ngram"):
+        return NGRAM if drafter == "ngram" else None
+    return draft_model(workshop, k) if drafter == "draft_model" else eagle(workshop, k)
+
+
 def feature_batch() -> list[SamplingParams]:
     return [
         SamplingParams(**{"max_tokens": 24, "seed": 100 + i, "detokenize": False, **feature})
@@ -42,11 +52,11 @@ def plain(workshop: Workshop) -> list[list[list[int]]]:
 
 @pytest.mark.trap("E12")
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", DRAFTERS[1:])
 def test_every_sampling_feature_gives_the_tokens_of_a_run_without_drafts(
     workshop: Workshop, plain: list[list[list[int]]], drafter: str, depth: int
 ) -> None:
-    spec = NGRAM if drafter == "ngram" else draft_model(workshop)
+    spec = spec_of(drafter, workshop)
     outputs = run(workshop, PROMPTS, feature_batch(), spec, run_ahead=depth)
     assert tokens(outputs) == plain
     assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
@@ -82,7 +92,7 @@ def test_n_uses_seed_plus_index(workshop: Workshop) -> None:
 def test_logprobs_equal_those_without_speculation(workshop: Workshop) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=4, detokenize=False)
     without = run(workshop, PROMPTS, params)
-    for spec in (NGRAM, draft_model(workshop)):
+    for spec in (NGRAM, draft_model(workshop), eagle(workshop)):
         drafted = run(workshop, PROMPTS, params, spec)
         assert tokens(drafted) == tokens(without)
         for a, b in zip(drafted, without, strict=True):
@@ -124,9 +134,9 @@ def test_prompt_logprobs_equal_the_reference_in_chunks_and_after_preemption(
 
 
 @pytest.mark.trap("E11")
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_min_tokens_and_stops_hold_inside_a_window(workshop: Workshop, drafter: str) -> None:
-    spec = {"none": None, "ngram": NGRAM, "draft_model": draft_model(workshop)}[drafter]
+    spec = spec_of(drafter, workshop)
     greedy = tokens(run(workshop, PROMPTS, SamplingParams(temperature=0, max_tokens=24)))
     for wanted in (1, 5, 11):
         stops = sorted({t[0][min(3, len(t[0]) - 1)] for t in greedy})
@@ -144,12 +154,12 @@ def test_min_tokens_and_stops_hold_inside_a_window(workshop: Workshop, drafter: 
 
 
 @pytest.mark.trap("I24")
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_request_ends_exactly_at_max_model_len(
     workshop: Workshop, drafter: str, depth: int
 ) -> None:
-    spec = {"none": None, "ngram": NGRAM, "draft_model": draft_model(workshop, 5)}[drafter]
+    spec = spec_of(drafter, workshop, 5)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     limit = 64
     prompts = [PROMPTS[6][: limit - j] for j in range(1, 13)]
@@ -162,18 +172,21 @@ def test_a_request_ends_exactly_at_max_model_len(
 
 
 @pytest.mark.trap("E4")
-def test_probabilistic_drafts_of_a_draft_model_keep_the_targets_distribution(
-    workshop: Workshop,
+@pytest.mark.parametrize("drafter", [draft_model, eagle])
+def test_probabilistic_drafts_keep_the_targets_distribution(
+    workshop: Workshop, drafter: Callable[..., dict[str, Any]]
 ) -> None:
     """First two tokens of many seeds, drafted and not, in one batch with greedy rows."""
-    spec = draft_model(workshop, 3, draft_sample_method="probabilistic")
+    spec = drafter(workshop, 3, draft_sample_method="probabilistic")
     count = 1500
     params = [
         SamplingParams(seed=seed, max_tokens=3, top_k=6, ignore_eos=True) for seed in range(count)
     ] + [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 20
-    prompts = [PROMPTS[2]] * len(params)
+    prompts = [PROMPTS[9]] * len(params)
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    drafted = tokens(run(workshop, prompts, params, spec, **options))
+    outputs = run(workshop, prompts, params, spec, **options)
+    drafted = tokens(outputs)
+    assert sum(o.metrics.num_accepted_tokens for o in outputs) > count // 10
     plain = tokens(run(workshop, prompts, params, None, **options))
     assert drafted[count:] == plain[count:]
     for position in (1, 2):

@@ -113,6 +113,9 @@ class EchoRunner:
             self._run_row(plan, row, result)
         return Finished(result)
 
+    def use_spare_time(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._slots.clear()
 

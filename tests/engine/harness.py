@@ -112,7 +112,7 @@ class Front:
         self.num_messages += 1
         self.last = message
         self.num_wasted_rows += message.gauges.num_wasted_rows
-        self.bubble_s += message.gauges.bubble_s
+        self.bubble_s += sum(max(t.idle_s, 0.0) for t in message.gauges.times)
         for uid, num_cached in message.events.admitted:
             self.streams[uid].num_cached.append(num_cached)
         for uid in message.events.preempted:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 
 import pytest
 
 from paceline.engine.engine import Engine
-from paceline.engine.messages import StepMessage, decode
+from paceline.engine.messages import RESTED, StepMessage, StepTimes, decode
 from paceline.errors import EngineDead
 from paceline.request import Done
 from paceline.step import LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
@@ -351,26 +352,47 @@ class ScriptedStep:
 
 
 def test_the_bubble_is_idle_time_between_steps_but_not_while_there_is_no_work() -> None:
-    times = [(1.0, 2.0), (2.0, 3.0), (3.5, 4.0), (10.0, 11.0), (11.25, 12.0)]
+    device = [(1.0, 2.0), (2.0, 3.0), (3.5, 4.0), (10.0, 11.0), (11.25, 12.0), (20.0, 21.0)]
     engine_info = runner_info()
-    total = 0.0
+    times: list[StepTimes] = []
 
     def publish(data: bytes) -> None:
-        nonlocal total
         message = decode(data)
         assert isinstance(message, StepMessage)
-        total += message.gauges.bubble_s
+        times.extend(message.gauges.times)
 
-    engine = Engine(Scripted(times), engine_config(engine_info, depth=1), publish)
+    engine = Engine(Scripted(device), engine_config(engine_info, depth=1), publish)
     engine.add(request(1, prompt(5), max_tokens=3))
     while engine.turn():
         pass
     engine.add(request(2, prompt(5), max_tokens=2))
     while engine.turn():
         pass
-    assert engine.stats()["bubble_s"] == pytest.approx(0.75)
-    assert total == pytest.approx(0.75)
-    assert engine.stats()["busy_s"] == pytest.approx(4.25)
+    engine.add(request(3, prompt(5), max_tokens=1))
+    while engine.turn():
+        pass
+    stats = engine.stats()
+    assert stats["bubble_s"] == pytest.approx(0.75)
+    assert stats["busy_s"] == pytest.approx(5.25)
+    # Step by step, one message late; the last step is over when there is nothing left to say.
+    assert [t.idle_s for t in times] == pytest.approx([RESTED, 0.0, 0.5, RESTED, 0.25])
+    assert [t.busy_s for t in times] == pytest.approx([1.0, 1.0, 0.5, 1.0, 0.75])
+    assert all(t.host_s > 0 for t in times)
+    assert stats["host_s"] < 1.0
+
+
+@all_depths
+def test_host_time_is_that_of_the_stages_without_waiting(depth: int) -> None:
+    """Half a millisecond in each stage but the wait, which takes 5."""
+
+    def delay(stage: str) -> None:
+        time.sleep(0.005 if stage == "wait" else 0.0005)
+
+    harness = Harness(runner_info(), depth=depth, delay=delay)
+    harness.add(request(1, prompt(5), max_tokens=20))
+    harness.run()
+    per_step_s = harness.engine.stats()["host_s"] / len(plans(harness))
+    assert 0.002 <= per_step_s < 0.006
 
 
 def test_gauges_follow_the_queue_and_the_pages() -> None:

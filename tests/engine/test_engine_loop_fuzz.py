@@ -11,6 +11,7 @@ import pytest
 from paceline.request import Done, EngineRequest
 from paceline.step import RunnerInfo
 from tests.engine.harness import Harness, ModThree, request
+from tests.fake_features import FeatureRunner
 from tests.fakes import FakeRunner, runner_info
 
 EOS = 3
@@ -64,11 +65,13 @@ class Traffic:
 
 def random_info(rng: random.Random, max_k: int) -> RunnerInfo:
     while True:
+        reads_features = max_k > 0 and rng.random() < 0.5
         info = runner_info(
             num_pages=rng.choice([10, 14, 20, 40, 64]),
             num_slots=rng.randint(1, 6),
             max_k=max_k,
-            draft_lookahead=rng.choice([0, max_k]),
+            draft_lookahead=max_k - 1 if reads_features else rng.choice([0, max_k]),
+            draft_reads_features=reads_features,
             page_size=rng.choice([1, 2, 4, 8]),
             max_model_len=rng.choice([24, 40, 96]),
             vocab_size=rng.choice([33, 64]),
@@ -85,7 +88,8 @@ def random_harness(rng: random.Random, *, depth: int, max_k: int, threaded: bool
             time.sleep(rng_delay.random() * 0.0005)
 
     rng_delay = random.Random(rng.random())
-    runner = FakeRunner(
+    kind = FeatureRunner if info.draft_reads_features else FakeRunner
+    runner = kind(
         info,
         seed=rng.randrange(1 << 30),
         acceptance=rng.choice([0.0, 0.3, 0.7, 1.0]),

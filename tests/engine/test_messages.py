@@ -19,10 +19,14 @@ from paceline.engine.messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    StartTrace,
     StepMessage,
+    StepTimes,
     Stop,
     Stopped,
     Submit,
+    TakeTrace,
+    Traced,
     decode,
     decode_submit,
     encode,
@@ -34,7 +38,7 @@ from paceline.engine.messages import (
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.step import RunnerInfo, TokenLogprobs
 
-INFO = RunnerInfo(10, 16, 4, 128, 500, 3, 3, "tiny", "cpu", "float32", 1, 2, {"threads": "2"})
+INFO = RunnerInfo(10, 16, 4, 128, 500, 3, 3, model_name="tiny", extras={"threads": "2"})
 
 
 def submitted(request: EngineRequest) -> EngineRequest:
@@ -107,6 +111,9 @@ def test_any_prompt_crosses(prompt: list[int], uid: int) -> None:
         Drain(),
         Stop(),
         ResetPrefixCache(),
+        StartTrace(),
+        TakeTrace(),
+        Traced(b"\x00\x7b\xff"),
         Stopped(),
         Died("no memory: 3 GiB"),
         Progress("weights", 0.5),
@@ -115,7 +122,7 @@ def test_any_prompt_crosses(prompt: list[int], uid: int) -> None:
     ids=lambda m: type(m).__name__,
 )
 def test_rare_messages_cross(
-    message: Drain | Stop | ResetPrefixCache | Stopped | Died | Progress | Ready,
+    message: Drain | Stop | ResetPrefixCache | Stopped | Died | Progress | Ready | Traced,
 ) -> None:
     assert decode(encode(message)) == message
 
@@ -145,7 +152,7 @@ def step_message(rows: int, width: int, num_logprobs: int) -> StepMessage:
         logprobs=[logprobs(i, 2, 3) for i in range(num_logprobs)],
         prompt_logprobs=[logprobs(i, 5, 1) for i in range(num_logprobs)],
         events=Events([(1, 16), (2**50, 0)], [7], [Ended(3, Done.ABORT), Ended(4, 6, "é", "X")]),
-        gauges=Gauges(2**40, 3, 4, 0.25, 1e-6, 2e-3, 5, 6),
+        gauges=Gauges(2**40, 3, 4, 0.25, 5, 6, [StepTimes(1e-6, 2e-3, 0.1)] * rows),
     )
 
 

@@ -16,7 +16,7 @@ from paceline.layers.linear import dense
 from paceline.layers.rope import inverse_frequencies
 from paceline.models.decoder import Decoder
 from paceline.models.layout import lay_out
-from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
+from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes, load_decoder
 from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
@@ -133,8 +133,9 @@ def test_dummy_weights_need_only_a_config_and_repeat_for_a_seed(tmp_path: Path) 
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
     spec = read_spec(locate(str(tmp_path), load_format="dummy").config)
+    shapes = expected_shapes(spec)
     heads = [
-        load_decoder(spec, DummyWeights(spec, seed), EXACT, max_model_len=64).lm_head
+        load_decoder(spec, DummyWeights(shapes, seed, CPU), EXACT, max_model_len=64).lm_head
         for seed in (1, 1, 2)
     ]
     x = torch.randn(3, 32)

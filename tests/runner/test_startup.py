@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.runner.startup import build_runner
 from paceline.step import Runner
+from tests.eagle import random_head, save_head
 from tests.tiny import VOCAB, save_tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("startup")
-    save_tiny(path / "target", "llama")
+    head = random_head(save_tiny(path / "target", "llama"))
+    save_head(path / "head", head)
+    save_head(path / "wide_head", replace(head, config={**head.config, "hidden_size": 64}))
     save_tiny(path / "other_vocabulary", "llama", vocab_size=VOCAB + 8)
     save_tiny(path / "short", "llama", max_position_embeddings=64)
     return path
@@ -56,6 +60,33 @@ def test_draft_kv_is_counted_in_the_cache_sizing(folder: Path) -> None:
     assert plain.num_pages >= 2 * drafted.num_pages > 0
     assert drafted.draft_lookahead == 3
     assert drafted.kv_cache_bytes <= 1 << 19
+
+
+def eagle(folder: Path, name: str = "head") -> dict[str, Any]:
+    return {"method": "eagle", "model": str(folder / name), "num_speculative_tokens": 3}
+
+
+def test_an_eagle_head_adds_its_layer_and_limits_no_length(folder: Path) -> None:
+    """Two layers of the target, one of the head with half the KV heads; K - 1 positions ahead."""
+    options = {"kv_cache_memory_bytes": 1 << 18, "max_num_seqs": 64}
+    plain = build(folder, **options).info
+    drafted = build(folder, **options, speculative_config=eagle(folder)).info
+    assert drafted.num_pages == (plain.num_pages + 1) * 4 // 5 - 1
+    assert (drafted.draft_lookahead, drafted.draft_reads_features) == (2, True)
+    assert not plain.draft_reads_features
+    assert drafted.max_model_len == 256  # the head says 8
+
+
+def test_an_eagle_head_of_another_size_is_refused_before_weights_are_read(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="hidden size of 64, the target has 32"):
+        build(folder, speculative_config=eagle(folder, "wide_head"))
+
+
+def test_a_load_format_is_the_targets_own(folder: Path) -> None:
+    """The target is safetensors, the head a pickle; dummy weights read neither."""
+    for load_format in ("safetensors", "dummy"):
+        info = build(folder, speculative_config=eagle(folder), load_format=load_format).info
+        assert info.max_k == 3
 
 
 def test_without_max_model_len_the_cache_decides_and_says_so(

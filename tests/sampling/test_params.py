@@ -10,9 +10,9 @@ import torch
 
 from paceline.errors import InvalidRequest
 from paceline.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, EngineRequest, SamplingParams
-from paceline.sampling.params import MAX_EOS_IDS, pack_bits, slot_rows, tail_of
+from paceline.sampling.params import pack_bits, slot_rows, tail_of
 from paceline.sampling.verify import Tail
-from paceline.state.slots import BAD_WORDS, LOGPROBS, PENALTIES, Slots
+from paceline.state.slots import BAD_WORDS, LOGPROBS, NUM_EOS_IDS, PENALTIES, Slots
 
 VOCAB = 70
 
@@ -126,7 +126,7 @@ def test_tables_of_unused_features_are_left_out() -> None:
         ({"logit_bias": {-1: 1.0}}, "logit_bias", "token id -1"),
         ({"allowed_token_ids": [3, 99]}, "allowed_token_ids", "token id 99"),
         ({"stop_token_ids": [99], "min_tokens": 1}, "stop_token_ids", "token id 99"),
-        ({"eos": tuple(range(MAX_EOS_IDS + 1))}, "eos_token_ids", str(MAX_EOS_IDS)),
+        ({"eos": tuple(range(NUM_EOS_IDS + 1))}, "eos_token_ids", str(NUM_EOS_IDS)),
     ],
 )
 def test_over_capacity_or_out_of_range_is_an_error_that_says_the_limit(

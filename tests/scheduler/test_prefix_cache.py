@@ -98,23 +98,40 @@ def test_after_a_reset_new_content_never_follows_an_old_chain() -> None:
     assert pages != cache.find(ids(1, 2), 1)[0]
 
 
+def test_a_page_with_another_successor_is_another_page() -> None:
+    """For a drafter whose KV at the end of a page belongs to the token after it."""
+    cache = PrefixCache(8, page_size=2, num_successors=1)
+    first = fill(cache, ids(1, 2, 3, 4, 5))
+    assert cache.find(ids(1, 2, 3, 4, 5), 2)[0] == first
+    assert cache.find(ids(1, 2, 3, 4, 6), 2)[0] == first[:1]
+    assert cache.find(ids(1, 2, 9, 4, 5), 2)[0] == []
+    second = fill(cache, ids(1, 2, 9, 4, 5))
+    assert cache.find(ids(1, 2, 9, 4, 5), 2)[0] == second
+    assert cache.find(ids(1, 2, 3, 4, 5), 2)[0] == first
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=12))
-def test_a_hit_always_holds_exactly_the_asked_prefix(sequences: list[list[int]]) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=13), min_size=1, max_size=12),
+    st.integers(0, 1),
+)
+def test_a_hit_always_holds_exactly_the_asked_prefix(
+    sequences: list[list[int]], num_successors: int
+) -> None:
     """Against a plain dictionary of what each page was given; the pool is small, so it evicts."""
-    cache = PrefixCache(12, page_size=2)
+    cache = PrefixCache(12, 2, num_successors)
     content: dict[int, tuple[int, ...]] = {}
     for sequence in sequences:
-        tokens = ids(*sequence[: len(sequence) // 2 * 2])
-        num_pages = len(tokens) // 2
+        num_pages = (len(sequence) - num_successors) // 2
+        tokens = ids(*sequence[: 2 * num_pages + num_successors])
         hit, chain = cache.find(tokens, num_pages)
         for index, page in enumerate(hit):
-            assert content[page] == tuple(tokens[: 2 * index + 2].tolist())
+            assert content[page] == tuple(tokens[: 2 * index + 2 + num_successors].tolist())
             cache.pool.share(page)
         fresh = cache.pool.allocate(num_pages - len(hit), hit[-1] if hit else -1)
         assert fresh is not None
         for index, page in enumerate(fresh, len(hit)):
-            content[page] = tuple(tokens[: 2 * index + 2].tolist())
+            content[page] = tuple(tokens[: 2 * index + 2 + num_successors].tolist())
         cache.register(chain, tokens[2 * len(hit) :], fresh)
         cache.pool.release(hit + fresh)
         cache.pool.check()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.engine.messages import RESTED, Events, Gauges, StepTimes, without_rows
 from paceline.engine.stats import EngineStats
-from paceline.observe.metrics import Histogram, Metrics, sample_names
+from paceline.observe.histogram import Histogram
+from paceline.observe.metrics import Metrics, sample_names
 from tests.server.fake_client import FakeClient
 from tests.server.serving import Served, serving
 
@@ -90,30 +93,30 @@ def test_totals_are_the_engines() -> None:
     assert {name: found[f"paceline:{name}"] for name in expected} == expected
 
 
-def test_the_bubble_is_shared_by_the_steps_of_a_pump() -> None:
+def test_the_bubble_is_counted_step_by_step_and_not_where_the_device_was_free_to_rest() -> None:
     stats = EngineStats()
     metrics = Metrics()
     metrics.attach(stats, "tiny")
-    stats.num_steps, stats.bubble_s = 4, 0.004
-    metrics.pumped()
-    metrics.pumped()  # nothing new
-    stats.num_steps, stats.bubble_s = 5, 0.004
-    metrics.pumped()
+    for idle in ([RESTED, 0.0], [], [0.004], [0.000015, 0.000015]):
+        times = [StepTimes(idle_s, 0.001, 0.0001) for idle_s in idle]
+        stats.take(without_rows(Events(), Gauges(num_steps=len(times), times=times)))
     found = samples(metrics.text().decode())
-    assert found["paceline:step_bubble_seconds_count"] == 5
-    assert found["paceline:step_bubble_seconds_sum"] == 0.004
+    assert found["paceline:step_bubble_seconds_count"] == 4
+    assert found["paceline:step_bubble_seconds_sum"] == pytest.approx(0.00403)
     assert found["paceline:step_bubble_seconds_bucket{le=0.0}"] == 1
-    assert found["paceline:step_bubble_seconds_bucket{le=0.001}"] == 5
+    assert found["paceline:step_bubble_seconds_bucket{le=1e-05}"] == 1
+    assert found["paceline:step_bubble_seconds_bucket{le=2e-05}"] == 3
+    assert found["paceline:step_bubble_seconds_bucket{le=0.002}"] == 3
+    assert found["paceline:step_bubble_seconds_bucket{le=0.005}"] == 4
+    assert (stats.bubble_s, stats.busy_s) == pytest.approx((0.00403, 0.005))
+    assert len(stats.recent) == 5
 
 
 def test_a_value_on_a_bound_is_in_that_bucket() -> None:
     histogram = Histogram((0.1, 0.2))
     for value in (0.1, 0.15, 0.2, 5.0):
         histogram.observe(value)
-    (sample, *_) = histogram.family("paceline:x", "x", "tiny").samples
-    buckets = [s.value for s in histogram.family("n", "x", "m").samples if s.name == "n_bucket"]
-    assert sample.value == 1
-    assert buckets == [1, 3, 4]
+    assert list(histogram.buckets()) == [("0.1", 1), ("0.2", 3), ("+Inf", 4)]
     assert histogram.count == 4
 
 

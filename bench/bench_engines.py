@@ -1,0 +1,340 @@
+"""Time per output token of an engine with the vLLM-style offline API, on one GPU.
+
+usage: python bench/bench_engines.py ENGINE CASE[,CASE...] [--bs 1,8,32,64] [--load] [--json FILE]
+  ENGINE  importable package with LLM and SamplingParams (paceline, vllm)
+  CASE    sm | sm-eagle | l8 | l8-eagle | glm | glm-mtp
+
+Weights are random, acceptance is forced to a mean of 2.5 tokens per step (K = 3), so that engines
+are compared on the same work. Prompts of 128 tokens, greedy, no prefix cache.
+TPOT = (time of 288 tokens - time of 32 tokens) / 256, median of three, prompts fresh each time.
+--load measures prompts and output under load instead. Each case has its engine to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.graph_check import NUM_PROMPTS, PROMPT_TOKENS, GraphCheck
+from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
+from paceline.commands.report import machine, package_version, step_times
+
+NUM_DRAFTS, TOKENS_PER_STEP = 3, 2.5
+SYNTHETIC = {
+    "num_speculative_tokens": NUM_DRAFTS,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": TOKENS_PER_STEP,
+}
+SHORT, LONG = 32, 288
+PROMPT_LOADS = ((1, 4096), (8, 2048), (1, 128))
+OUTPUT_LOADS = ((256, 512, 128), (1, 4000, 256), (64, 4000, 64))
+BANDWIDTH_BYTES_S = {"H200": 4.8e12, "H100": 3.35e12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, and how drafts are made for it."""
+
+    model: str
+    method: str | None = None
+    head: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(CONFIGS[self.model]["vocab_size"])
+
+    def speculative_config(self, models: Path) -> dict[str, Any] | None:
+        if self.method is None:
+            return None
+        head = {} if self.head is None else {"model": str(models / self.head)}
+        return {"method": self.method, **head, **SYNTHETIC}
+
+
+CASES = {
+    "sm": Case("sm"),
+    "sm-eagle": Case("sm", "eagle", "sm-eagle"),
+    "l8": Case("l8"),
+    "l8-eagle": Case("l8", "eagle", "l8-eagle"),
+    "glm": Case("glm"),
+    "glm-mtp": Case("glm", "mtp"),
+}
+
+
+def main() -> int:
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        models = Path(args.models or scratch)
+        write_configs(models)
+        runs = [run_case(args, name, models) for name in args.cases]
+    if args.json is not None:
+        record = {
+            "bench": "engines",
+            "engine": {"name": args.engine, "version": engine_version(args.engine)},
+            "gpu": gpu(),
+            "machine": machine(),
+            "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "models")},
+            "runs": runs,
+        }
+        write_record(args.json, record, models)
+    return 0 if all(run.get("check", {"ok": True})["ok"] for run in runs) else 1
+
+
+def write_record(path: Path, record: dict[str, Any], models: Path) -> None:
+    """Models go by their names: where this machine kept them is nobody's business."""
+    text = json.dumps(record, indent=1).replace(f"{models}/", "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine")
+    parser.add_argument("cases", type=lambda text: text.split(","), metavar="CASE[,CASE...]")
+    parser.add_argument("--models", metavar="DIR", help="where config.json files are written")
+    parser.add_argument("--bs", default="1,8,32,64", help="requests at once")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--sync", action="store_true", help="no run-ahead")
+    parser.add_argument("--load", action="store_true", help="prompts and output under load")
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top_p 0.95")
+    parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument(
+        "--check", action="store_true", help="first compare 32 greedy tokens with an eager engine's"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="another keyword of LLM(...), such as max_num_batched_tokens=4096",
+    )
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    args.bs = [int(text) for text in args.bs.split(",")]
+    return args
+
+
+def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, Any]:
+    """Of `LLM(...)`: as small as the measurement allows, the same for every engine."""
+    longest = 8192 if args.load else max(2048, -(-(args.prompt + LONG) // 256) * 256)
+    asked: dict[str, Any] = {
+        "model": str(models / case.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": longest,
+        "max_num_seqs": 256 if args.load else max(64, *args.bs),
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.85,
+    }
+    if (spec := case.speculative_config(models)) is not None:
+        asked["speculative_config"] = spec
+    if args.sync:
+        asked["async_scheduling"] = False
+    if args.eager:
+        asked["enforce_eager"] = True
+    for text in args.set:
+        name, _, value = text.partition("=")
+        asked[name] = json.loads(value)
+    return asked
+
+
+def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any]:
+    case, engine = CASES[name], importlib.import_module(args.engine)
+    asked = keywords(args, case, models)
+    record: dict[str, Any] = {"engine": args.engine, "case": name}
+    check = eager_answers(engine, case, asked) if args.check else None
+    with opened(engine, asked) as (llm, init_s):
+        record["init_s"] = round(init_s, 1)
+        bench = Bench(llm, engine.SamplingParams, case.vocab_size, sampled=args.sampled)
+        bench.run(1, 16)
+        if check is not None:
+            record["check"] = check.compare(llm)
+            print("CHECK", json.dumps(record["check"]), flush=True)
+            if not record["check"]["ok"]:
+                print(f"{name}: tokens with graphs differ from those without", file=sys.stderr)
+                return record
+        if args.load:
+            record |= under_load(bench)
+        else:
+            record["tpot_ms"] = {n: bench.time_per_token_ms(n, args.prompt) for n in args.bs}
+    shown = ("engine", "case", "init_s", "tpot_ms")
+    line = {k: v for k, v in record.items() if k in shown or k.endswith("tok/s")}
+    print("RESULT", json.dumps(line), flush=True)
+    if not args.load:
+        record |= bandwidth(case, record["tpot_ms"], bench.tokens_per_step)
+        record["steps"] = bench.steps
+        print_steps(bench.steps, record.get("bandwidth_share"))
+    return record | {"keywords": asked} | resolved(llm)
+
+
+def eager_answers(engine: Any, case: Case, asked: dict[str, Any]) -> GraphCheck:
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, case.vocab_size, PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
+    is_ours = engine.__name__ == "paceline"  # only there can a request go without drafts
+    check = GraphCheck(engine.SamplingParams, prompts, case.method is not None and is_ours)
+    with opened(engine, {**asked, "enforce_eager": True}) as (llm, _):
+        check.learn(llm)
+    return check
+
+
+@contextmanager
+def opened(engine: Any, asked: dict[str, Any]) -> Iterator[tuple[Any, float]]:
+    """(an LLM, seconds until it was ready); the GPU is free again afterwards."""
+    started_s = time.perf_counter()
+    llm = engine.LLM(**asked)
+    try:
+        yield llm, time.perf_counter() - started_s
+    finally:
+        if hasattr(llm, "close"):
+            llm.close()
+        else:
+            llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+
+class Bench:
+    """Timed calls of one LLM with prompts that it never saw."""
+
+    def __init__(
+        self, llm: Any, params: Callable[..., Any], vocab_size: int, *, sampled: bool
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._vocab_size = vocab_size
+        self._how = {"temperature": 0.8, "top_p": 0.95} if sampled else {"temperature": 0}
+        self._rng = random.Random(0)
+        self.steps: dict[int, dict[str, Any]] = {}  # requests at once -> what the engine measured
+        self.tokens_per_step: dict[int, float] = {}
+
+    def run(self, batch: int, tokens: int, prompt: int = 128) -> float:
+        """Seconds of one `generate`."""
+        prompts = [
+            {"prompt_token_ids": random_prompt(self._rng, self._vocab_size, prompt)}
+            for _ in range(batch)
+        ]
+        params = self._params(max_tokens=tokens, ignore_eos=True, detokenize=False, **self._how)
+        start_s = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        elapsed_s = time.perf_counter() - start_s
+        assert all(len(o.outputs[0].token_ids) == tokens for o in outputs), "too few tokens"
+        return elapsed_s
+
+    def time_per_token_ms(self, batch: int, prompt: int) -> float:
+        self.run(batch, SHORT, prompt)
+        short_s = median(self.run(batch, SHORT, prompt) for _ in range(3))
+        with self._watched(batch):
+            long_s = median(self.run(batch, LONG, prompt) for _ in range(3))
+        return round((long_s - short_s) / (LONG - SHORT) * 1e3, 4)
+
+    @contextmanager
+    def _watched(self, batch: int) -> Iterator[None]:
+        """Take the engine's own times of the steps meanwhile, where it has them."""
+        if not hasattr(self._llm, "get_metrics"):
+            yield
+            return
+        stats = self._llm.get_metrics()
+        if not hasattr(stats, "recent"):
+            yield
+            return
+        stats.recent.clear()
+        drafts, accepted = stats.num_drafts, stats.num_accepted_tokens
+        yield
+        self.steps[batch] = step_times(stats.recent)
+        drafts, accepted = stats.num_drafts - drafts, stats.num_accepted_tokens - accepted
+        self.tokens_per_step[batch] = 1 + accepted / drafts if drafts else 1.0
+
+
+def under_load(bench: Bench) -> dict[str, int]:
+    """Tokens per second: in, median of three; out, the better of two."""
+    found = {}
+    for batch, prompt in PROMPT_LOADS:
+        bench.run(batch, 1, prompt)
+        seconds = median(bench.run(batch, 1, prompt) for _ in range(3))
+        found[f"in {batch}x{prompt} tok/s"] = round(batch * prompt / seconds)
+    for batch, prompt, tokens in OUTPUT_LOADS:
+        bench.run(batch, tokens, prompt)
+        seconds = min(bench.run(batch, tokens, prompt) for _ in range(2))
+        found[f"out {batch}x{prompt}+{tokens} tok/s"] = round(batch * tokens / seconds)
+    return found
+
+
+def bandwidth(
+    case: Case, tpot_ms: dict[int, float], tokens_per_step: dict[int, float]
+) -> dict[str, Any]:
+    """How much of what the memory can move in a step's time the step's weights are."""
+    num_bytes = weight_bytes_per_step(case.model, case.head, NUM_DRAFTS if case.method else 0)
+    peak = next((v for k, v in BANDWIDTH_BYTES_S.items() if k in gpu().get("name", "")), None)
+    if num_bytes is None or peak is None:
+        return {"weight_bytes_per_step": num_bytes}
+    usual = TOKENS_PER_STEP if case.method else 1.0
+    share = {
+        batch: round(num_bytes / peak / (ms * 1e-3 * tokens_per_step.get(batch, usual)), 4)
+        for batch, ms in tpot_ms.items()
+    }
+    return {
+        "weight_bytes_per_step": num_bytes,
+        "peak_bytes_per_s": peak,
+        "tokens_per_step": {b: round(t, 3) for b, t in tokens_per_step.items()},
+        "bandwidth_share": share,
+    }
+
+
+def print_steps(steps: dict[int, dict[str, Any]], share: dict[int, float] | None) -> None:
+    for batch, found in steps.items():
+        if found:
+            weights = f", weights {share[batch]:.1%} of bandwidth" if share else ""
+            print(
+                f"  {batch:>4} requests: step {found['step_ms']['p50']:.3f} ms, idle "
+                f"{found['idle_us']['p50']:.1f} us ({found['idle_share']['p50']:.2%}), host "
+                f"{found['host_ms']['p50']:.3f} ms{weights}",
+                flush=True,
+            )
+
+
+def resolved(llm: Any) -> dict[str, Any]:
+    """What the engine made of the keywords, where it can be asked."""
+    client = getattr(llm, "_client", None)
+    if client is None:
+        return {}
+    return {"config": client.config.flat(), "runner": asdict(client.info)}
+
+
+def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]:
+    return [rng.randrange(5, vocab_size - 5) for _ in range(length)]
+
+
+def engine_version(name: str) -> str | None:
+    return package_version(name) or getattr(importlib.import_module(name), "__version__", None)
+
+
+def gpu() -> dict[str, str]:
+    """Asked of the driver, so that this process needs no CUDA of its own."""
+    fields = ("name", "driver_version", "memory.total")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except OSError:
+        return {}
+    values = done.stdout.splitlines()[0].split(", ") if done.returncode == 0 else []
+    return dict(zip(fields, values, strict=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

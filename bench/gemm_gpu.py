@@ -1,0 +1,301 @@
+"""Matrix products of a decode step on a GPU: tiles of ours against cuBLAS, inside CUDA graphs.
+
+Run as `python -m bench.gemm_gpu`: prints µs and TB/s of each product by row count, then whole layer
+stacks. `--write` also puts the best tile of each shape into paceline/kernels/gemv_table.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as torch_linear
+
+from bench.gemm_tiles import CompileOnly, candidates
+from paceline.kernels import gemv, gemv_table, gemv_triton
+from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
+from paceline.kernels.gemv_table import Tile
+
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
+# More than the caches hold, so that every call reads its weights from memory.
+WORKING_SET_BYTES = 400e6
+EPS = 1e-5
+TOLERANCE = 6e-3  # bf16 results of fp32 sums
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product of one model."""
+
+    end: str
+    n: int
+    k: int
+    head: int = 64
+    num_kv: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.end} {self.n}x{self.k}"
+
+    @property
+    def num_copies(self) -> int:
+        return max(2, min(64, round(WORKING_SET_BYTES / (2 * self.n * self.k))))
+
+
+MODELS = {
+    "sm": [
+        Shape("heads", 960, 576, 64, 3),
+        Shape("added", 576, 576),
+        Shape("gated", 3072, 576),
+        Shape("added", 576, 1536),
+        Shape("plain", 49152, 576),
+    ],
+    "l8": [
+        Shape("heads", 6144, 4096, 128, 8),
+        Shape("added", 4096, 4096),
+        Shape("gated", 28672, 4096),
+        Shape("added", 4096, 14336),
+        Shape("plain", 128256, 4096),
+    ],
+}
+
+
+class Operands:
+    """Tensors of one product at one row count."""
+
+    def __init__(self, shape: Shape, rows: int, device: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(rows)
+        self.shape = shape
+        self.x = torch.randn(rows, shape.k, device=device).to(dtype)
+        squares = torch.rand(rows, 64, device=device) + 0.5
+        self.rows = NormedRows(self.x, squares * (shape.k / 64), EPS)
+        self.residual = torch.randn(rows, shape.n, device=device)
+        self.norm = torch.rand(shape.n, device=device).to(dtype) + 0.5
+        key = torch.zeros(shape.num_kv, 512, shape.head, device=device, dtype=dtype)
+        angle = torch.rand(rows, shape.head // 2, device=device)
+        slot = torch.arange(rows, device=device, dtype=torch.int32)
+        rotation = torch.polar(torch.ones_like(angle), angle)
+        self.places = HeadPlaces(rotation, key, torch.zeros_like(key), slot)
+
+    def run(self, ops: Any, product: Product, **tile: Any) -> list[Tensor]:
+        """Call the product in `ops` (kernels/gemv or its twin); everything that it wrote."""
+        end = self.shape.end
+        if end == "plain":
+            return [ops.linear(self.x, product, **tile)]
+        if end == "gated":
+            return [ops.norm_linear_silu(self.rows, product, **tile)]
+        if end == "heads":
+            out = ops.norm_linear_heads(self.rows, product, self.places, **tile)
+            num_q = self.shape.n - 2 * self.shape.num_kv * self.shape.head
+            return [out[:, :num_q], self.places.key_NSH, self.places.value_NSH]
+        rows = ops.linear_add(self.x, product, self.residual, self.norm, EPS, **tile)
+        return [self.residual, rows.x_TD, rows.squares_TP.sum(1)]
+
+
+def timed(call: Callable[[int], Any], calls: int) -> float:
+    """µs of one call, from replays of a graph that holds `calls` of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(calls):
+            call(i)
+    graph.replay()
+    best = float("inf")
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / (2 * calls))
+    return best
+
+
+def error_of(shape: Shape, rows: int, product: Product, tile: Tile) -> float:
+    """Largest relative error of what the product writes, against the reference in fp32."""
+    dtype = product.weight_NK.dtype
+    wanted = Operands(shape, rows, "cuda", dtype).run(gemv, product)
+    found = Operands(shape, rows, "cuda", dtype).run(gemv_triton, product, tile=tile)
+    pairs = [(x.float(), y.float()) for x, y in zip(wanted, found, strict=True)]
+    return max(float((x - y).norm() / x.norm()) for x, y in pairs)
+
+
+def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, Any, float]]:
+    """(rows, who, tile, µs) of cuBLAS and of every candidate."""
+    weights = [
+        torch.empty(shape.n, shape.k, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        for _ in range(shape.num_copies)
+    ]
+    calls = len(weights) * max(1, round(24 / len(weights)))
+    for rows in rows_list:
+        operands = Operands(shape, rows, "cuda", torch.bfloat16)
+
+        def product(i: int) -> Product:
+            return Product(weights[i % len(weights)], None)
+
+        x = operands.x
+        yield rows, "cublas", None, timed(lambda i: torch_linear(x, product(i).weight_NK), calls)  # noqa: B023
+        for tile in candidates(shape.end, shape.n, shape.k, rows):
+            try:
+                wrong = error_of(shape, rows, product(0), tile)
+                if not wrong < TOLERANCE:
+                    print(f"WRONG {shape} {rows} {tuple(tile)}: relative error {wrong:.2g}")
+                took = timed(
+                    lambda i: operands.run(gemv_triton, product(i), tile=tile),  # noqa: B023
+                    calls,
+                )
+            except Exception as error:
+                print(f"{shape} {rows} {tuple(tile)}: {type(error).__name__} {str(error)[:80]}")
+                continue
+            yield rows, "own", tile, took
+
+
+def compile_all(shapes: list[Shape], rows_list: list[int], workers: int) -> None:
+    """Fill Triton's cache from many processes, none of which touches the GPU."""
+    jobs = {
+        (shape, tile._replace(is_dependent=True))
+        for shape in shapes
+        for rows in rows_list
+        for tile in candidates(shape.end, shape.n, shape.k, rows)
+    }
+    begin = time.monotonic()
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        failed = [x for x in pool.map(_compile, jobs, chunksize=2) if x]
+    print(f"compiled {len(jobs)} tiles in {time.monotonic() - begin:.1f} s; {failed[:4]}")
+
+
+def _compile(job: tuple[Shape, Tile]) -> str | None:
+    shape, tile = job
+    try:
+        with CompileOnly():
+            operands = Operands(shape, min(tile.block_t, 16), "cpu", torch.bfloat16)
+            weight = torch.empty(shape.n, shape.k, dtype=torch.bfloat16)
+            operands.run(gemv_triton, Product(weight, None), tile=tile)
+    except Exception as error:
+        return f"{shape} {tuple(tile)}: {type(error).__name__} {str(error)[:120]}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="sm,l8")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--seconds", type=float, default=600, help="stop timing after this")
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="every timing")
+    parser.add_argument("--write", action="store_true", help="update the table of the repository")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    shapes = [x for name in options.models.split(",") for x in MODELS[name]]
+    rows_list = [int(x) for x in options.rows.split(",")]
+    compile_all(shapes, rows_list, options.workers)
+    found: list[tuple[str, int, str, Any, float]] = []
+    for shape in shapes:
+        for rows, who, tile, took in time_shape(shape, rows_list):
+            found.append((str(shape), rows, who, tile, took))
+            if time.monotonic() - begin > options.seconds:
+                break
+    report(shapes, rows_list, found)
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    if options.write:
+        write_table(found)
+        gemv_table.pick_tile.cache_clear()
+        gemv_table._table.cache_clear()
+    for name in options.models.split(","):
+        time_stacks(name, rows_list)
+
+
+def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
+    for shape in shapes:
+        for rows in rows_list:
+            here = sorted((x for x in found if x[:2] == (str(shape), rows)), key=lambda x: x[4])
+            cublas = [x[4] for x in here if x[2] == "cublas"]
+            own = [x for x in here if x[2] == "own"]
+            size = 2 * shape.n * shape.k
+            line = f"{shape!s:22} {rows:4}"
+            for took in cublas:
+                line += f"  cublas {took:7.2f} µs {size / took / 1e6:5.2f}"
+            for _, _, _, tile, took in own[:3]:
+                line += f" | {took:7.2f} {size / took / 1e6:5.2f} {_short(tile)}"
+            if own:
+                line += f" | worst {own[-1][4]:.1f}"
+            print(line)
+
+
+def time_stacks(name: str, rows_list: list[int]) -> None:
+    """Products and norms of all layers, attention left out, µs: ours, ours in turn, cuBLAS."""
+    from bench.gemm_stack import Stack
+
+    stack = Stack(name)
+    count = len(stack.layers)
+    for rows in rows_list:
+        residual, rotation, inputs = stack.inputs(rows)
+        copies = [residual.clone() for _ in range(2)]
+        shares = [
+            stack.run(x, rotation, inputs, y) for x, y in zip(copies, (True, False), strict=True)
+        ]
+        sums = [x + y for x, y in zip(copies, shares, strict=True)]
+        wrong = float((sums[0] - sums[1]).norm() / sums[1].norm())
+        line = f"{name} {rows:4} rows, {count} layers: relative difference {wrong:.1e}"
+        for title, is_fused, is_dependent in VARIANTS:
+            with launched(is_dependent):
+                took = timed(lambda _: stack.run(residual, rotation, inputs, is_fused), 1)  # noqa: B023
+            line += f" | {title} {took:8.1f} ({took / count:6.2f} a layer)"
+        print(line)
+
+
+VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, True))
+
+
+@contextmanager
+def launched(is_dependent: bool) -> Iterator[None]:
+    """Without dependent launches, if asked: each kernel begins when the one in front has ended."""
+    launch = gemv_triton._dependent
+
+    def in_turn(num_warps: int, is_dependent: bool = True) -> dict[str, Any]:
+        return launch(num_warps, False)
+
+    if not is_dependent:
+        gemv_triton._dependent = in_turn
+    try:
+        yield
+    finally:
+        gemv_triton._dependent = launch
+
+
+def _short(tile: Tile) -> str:
+    rest = f"w{tile.warps}d{tile.depth}s{tile.splits}a{tile.ahead}"
+    return f"{tile.kind}{tile.block_t}.{tile.block_n}.{tile.block_k}.{rest}"
+
+
+def write_table(found: list[tuple[str, int, str, Any, float]]) -> None:
+    """The fastest of each bucket, measured at its largest row count."""
+    path = Path(gemv_table.__file__).with_name("gemv_table.json")
+    table = json.loads(path.read_text()) if path.exists() else {}
+    known = table.setdefault(torch.cuda.get_device_name(), {})
+    for shape, rows, _, _, _ in found:
+        if rows in gemv_table.BUCKETS:
+            here = [x for x in found if x[:2] == (shape, rows)]
+            best = min(here, key=lambda x: x[4])
+            known.setdefault(shape, {})[str(rows)] = "cublas" if best[2] == "cublas" else best[3]
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

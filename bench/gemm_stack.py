@@ -1,0 +1,95 @@
+"""A whole stack of decoder layers without attention: fused products against a chain with cuBLAS.
+
+Used by bench/gemm_gpu; only times, weights are random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import activation_triton, norm_triton, rope_triton
+from paceline.kernels.dispatch import Kernels
+from paceline.layers.linear import CudaLinear
+from paceline.models.decoder import DecoderLayer, ForwardInputs
+from paceline.models.fused_cuda import CudaLayers
+from paceline.models.spec import ModelSpec, RopeSpec
+from paceline.state.pages import LayerPages
+
+SPECS = {
+    "sm": ModelSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeSpec(1e4), 2048, True),
+    "l8": ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, RopeSpec(5e5), 8192, False),
+}
+
+
+def no_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
+    """No kernel at all: some contiguous numbers of the right shape."""
+    rows, width = qkv_TD.shape
+    num_q = width - 2 * key.shape[0] * key.shape[2]
+    return qkv_TD.view(-1)[: rows * num_q].view(rows, num_q)
+
+
+KERNELS = Kernels(
+    norm_triton.rms_norm,
+    norm_triton.add_rms_norm,
+    activation_triton.silu_and_mul,
+    rope_triton.place_heads,
+    no_attention,
+)
+
+
+class Stack:
+    """Random layers of one model."""
+
+    def __init__(self, name: str, num_layers: int | None = None) -> None:
+        spec = self.spec = SPECS[name]
+        width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
+        num_q, num_kv = spec.num_heads * head, spec.num_kv_heads * head
+        self.layers = [
+            DecoderLayer(
+                input_norm=_norm(width),
+                qkv=_linear(num_q + 2 * num_kv, width),
+                o=_linear(width, num_q),
+                post_norm=_norm(width),
+                gate_up=_linear(2 * inner, width),
+                down=_linear(width, inner),
+            )
+            for _ in range(num_layers or spec.num_layers)
+        ]
+        cache = (spec.num_kv_heads, 512, head)
+        self.pages = [
+            LayerPages(*(torch.zeros(cache, dtype=torch.bfloat16, device="cuda") for _ in "kv"))
+            for _ in self.layers
+        ]
+        self.fused = CudaLayers(spec, self.layers, KERNELS)
+
+    def run(self, residual_TD: Tensor, rotation_TH: Tensor, inputs: Any, is_fused: bool) -> Tensor:
+        """The last layer's share; `residual_TD` is updated in place."""
+        if not is_fused:
+            own = self.fused._own
+            self.fused._own = lambda rows: own(1 << 20)  # as if there were very many rows
+            try:
+                return self.fused(residual_TD, rotation_TH, inputs, self.pages)
+            finally:
+                self.fused._own = own
+        return self.fused(residual_TD, rotation_TH, inputs, self.pages)
+
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor, ForwardInputs]:
+        torch.manual_seed(rows)
+        residual = torch.randn(rows, self.spec.hidden_size, device="cuda")
+        angle = torch.rand(rows, self.spec.head_size // 2, device="cuda")
+        slot = torch.arange(rows, device="cuda", dtype=torch.int32)
+        rotation = torch.polar(torch.ones_like(angle), angle)
+        nothing: Any = None
+        return residual, rotation, ForwardInputs(slot, slot, slot, nothing)
+
+
+def _norm(width: int) -> Tensor:
+    return torch.rand(width, device="cuda").to(torch.bfloat16) + 0.5
+
+
+def _linear(n: int, k: int) -> CudaLinear:
+    weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
+    return CudaLinear(weight.normal_(0, k**-0.5), None)

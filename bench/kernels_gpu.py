@@ -1,0 +1,241 @@
+"""Times the Triton kernels of a decoder layer on the GPU, at the sizes of two models.
+
+Calls are captured in one graph, as a step holds them, over so many sets of buffers that the cache
+keeps none of them. Prints microseconds a call and the share of the GPU's memory or matrix rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.kernels.activation_triton import silu_and_mul
+from paceline.kernels.attention import AttentionBatch
+from paceline.kernels.attention_triton import paged_attention, prepare
+from paceline.kernels.norm_triton import add_rms_norm, rms_norm
+from paceline.kernels.rope_triton import place_heads
+
+MEMORY_RATE = 4.8e12  # an H200's, by its datasheet
+COLD_BYTES = 250e6  # several times the cache
+PAGE_SIZE = 16
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of a layer."""
+
+    name: str
+    hidden: int
+    num_q: int
+    num_kv: int
+    head_size: int
+    intermediate: int
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_q + 2 * self.num_kv) * self.head_size
+
+
+MODELS = (Model("sm", 576, 9, 3, 64, 1536), Model("l8", 4096, 32, 8, 128, 14336))
+
+
+@dataclass(slots=True)
+class Cell:
+    """One line of the table."""
+
+    kernel: str
+    name: str
+    # From a number of buffer sets: one call for each of them.
+    make: Callable[[int], list[Callable[[], Any]]]
+    num_bytes: float  # the fewest that a call can move
+    num_operations: float = 0.0  # given where arithmetic is the floor
+
+
+def attention_cell(
+    model: Model, rows: list[tuple[int, int]], width: int, dtype: torch.dtype
+) -> Cell:
+    """Rows as (queries, KV length); width 0: packed, as a mixed step has them."""
+    num_entries = sum(width or count for count, _ in rows)
+    total = sum(length for _, length in rows)
+    size = dtype.itemsize
+    cache_bytes = 2 * total * model.num_kv * model.head_size * size
+    pairs = sum(count * length - count * (count - 1) / 2 for count, length in rows)
+
+    def make(num_sets: int) -> list[Callable[[], Any]]:
+        batch, num_slots = _batch(model, rows, width)
+        prepare(batch, num_entries)
+        qkv_TD = torch.randn(num_entries, model.qkv_width, device=DEVICE).to(dtype)
+        shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
+        caches = torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
+        scale = model.head_size**-0.5
+        return [lambda c=c: paged_attention(qkv_TD, c[0], c[1], batch, scale) for c in caches]
+
+    counts = {count for count, _ in rows}
+    kind = f"{len(rows)} x {rows[0][0]} at {rows[0][1]}"
+    if len(counts) > 1:
+        kind = f"{len(rows) - 1} x {rows[0][0]} at {rows[0][1]} + {rows[-1][0]}"
+    return Cell(
+        "paged_attention",
+        f"{model.name} {kind}",
+        make,
+        cache_bytes + 2 * num_entries * model.num_q * model.head_size * size,
+        4 * pairs * model.num_q * model.head_size if max(counts) > 16 else 0.0,
+    )
+
+
+def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[AttentionBatch, int]:
+    """Pages in random order; the page table is as wide as for 8,192 tokens."""
+    num_pages = [-(-length // PAGE_SIZE) for _, length in rows]
+    order = torch.randperm(sum(num_pages), device=DEVICE).int()
+    table_SP = torch.full((len(rows), 8192 // PAGE_SIZE), -1, dtype=torch.int32, device=DEVICE)
+    for row, pages in enumerate(order.split(num_pages)):
+        table_SP[row, : len(pages)] = pages
+    start = torch.tensor([0, *(width or count for count, _ in rows)]).cumsum(0)[:-1]
+    integers = (
+        start,
+        torch.tensor([length for _, length in rows]),
+        torch.arange(len(rows)),
+        torch.tensor([count for count, _ in rows]),
+    )
+    row_start_B, length_B, slot_B, query_len_B = (x.to(torch.int32).to(DEVICE) for x in integers)
+    batch = AttentionBatch(
+        row_start_B=row_start_B,
+        length_B=length_B,
+        slot_B=slot_B,
+        table_SP=table_SP,
+        page_size=PAGE_SIZE,
+        group_size=model.num_q // model.num_kv,
+        query_len_B=query_len_B,
+        max_query_len=width or sum(count for count, _ in rows),
+    )
+    return batch, sum(num_pages) * PAGE_SIZE
+
+
+def prepare_cell(model: Model, num_rows: int, length: int) -> Cell:
+    def make(num_sets: int) -> list[Callable[[], Any]]:
+        batch, _ = _batch(model, [(1, length)] * num_rows, 1)
+        return [lambda: prepare(batch, num_rows)] * num_sets
+
+    return Cell("prepare", f"{num_rows} at {length}", make, 0.0)
+
+
+def layer_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
+    """The elementwise kernels of a layer."""
+    size = dtype.itemsize
+    rotation_TH = torch.polar(
+        torch.ones(rows, model.head_size // 2), torch.randn(rows, model.head_size // 2)
+    ).to(DEVICE)
+    slot_T = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
+
+    def norms(num_sets: int) -> list[Callable[[], Any]]:
+        x, weight = numbers(num_sets, rows, model.hidden), numbers(model.hidden)
+        return [lambda x=x: rms_norm(x, weight, 1e-5) for x in x]
+
+    def adds(num_sets: int) -> list[Callable[[], Any]]:
+        x, weight = numbers(num_sets, 2, rows, model.hidden), numbers(model.hidden)
+        return [lambda x=x: add_rms_norm(x[0], x[1], weight, 1e-5) for x in x]
+
+    def gates(num_sets: int) -> list[Callable[[], Any]]:
+        x = numbers(num_sets, rows, 2 * model.intermediate)
+        return [lambda x=x: silu_and_mul(x) for x in x]
+
+    def heads(num_sets: int) -> list[Callable[[], Any]]:
+        qkv = numbers(num_sets, rows, model.qkv_width)
+        cache = numbers(num_sets, 2, model.num_kv, rows, model.head_size)
+        return [
+            lambda x=x, c=c: place_heads(x, rotation_TH, None, c[0], c[1], slot_T)
+            for x, c in zip(qkv, cache, strict=True)
+        ]
+
+    name = f"{model.name} {rows} rows"
+    hidden_bytes, heads_bytes = rows * model.hidden * size, rows * model.qkv_width * size
+    cache_bytes = 2 * rows * model.num_kv * model.head_size * size
+    yield Cell("rms_norm", name, norms, 2 * hidden_bytes)
+    yield Cell("add_rms_norm", name, adds, 4 * hidden_bytes)
+    yield Cell("silu_and_mul", name, gates, 3 * rows * model.intermediate * size)
+    yield Cell("place_heads", name, heads, 2 * heads_bytes + cache_bytes)
+
+
+def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
+    for model in MODELS:
+        for length in (300, 4000):
+            for num_rows in (1, 8, 32, 64, 256):
+                for width in (1, 4):
+                    rows = [(width, length)] * num_rows
+                    yield attention_cell(model, rows, width, dtype)
+        yield attention_cell(model, [(4096, 4096)], 0, dtype)
+        yield attention_cell(model, [(2048, 2048)] * 8, 0, dtype)
+        yield attention_cell(model, [*[(1, 300)] * 32, (512, 512)], 0, dtype)
+        for num_rows in (1, 64, 256):
+            yield from layer_cells(model, num_rows, dtype)
+    yield prepare_cell(MODELS[1], 1, 300)
+    yield prepare_cell(MODELS[1], 64, 4000)
+    yield prepare_cell(MODELS[1], 256, 300)
+
+
+def microseconds(cell: Cell, repeats: int = 5) -> float:
+    """Median over replays of the mean call."""
+    num_sets = int(min(max(COLD_BYTES // max(cell.num_bytes, 1.0), 2), 128))
+    calls = cell.make(num_sets)
+    calls[0]()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[repeats // 2]
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    taken = microseconds(cell)
+    found = {"kernel": cell.kernel, "case": cell.name, "us": round(taken, 2)}
+    if cell.num_operations:
+        found["tflops"] = round(cell.num_operations / taken / 1e6, 1)
+    elif cell.num_bytes:
+        found["memory_share"] = round(cell.num_bytes / taken * 1e6 / MEMORY_RATE, 3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("filters", nargs="*", help="only lines that contain one of these")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    rows = []
+    for cell in all_cells(getattr(torch, options.dtype)):
+        label = f"{cell.kernel} {cell.name}"
+        if options.filters and not any(text in label for text in options.filters):
+            continue
+        rows.append(measure(cell))
+        if not options.json:
+            share = rows[-1].get("memory_share")
+            rate = rows[-1].get("tflops")
+            note = f"{100 * share:5.1f} % of memory rate" if share is not None else ""
+            note = f"{rate:5.0f} TFLOP/s" if rate is not None else note
+            print(f"{cell.kernel:16} {cell.name:26} {rows[-1]['us']:9.2f} us  {note}", flush=True)
+    if options.json:
+        print(json.dumps({"gpu": torch.cuda.get_device_name(), "cells": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

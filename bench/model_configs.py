@@ -1,0 +1,137 @@
+"""The models of the GPU benchmarks as config.json alone (weights are random), and their weight.
+
+usage: python bench/model_configs.py DIR
+Never holds a checkpoint: `load_format="dummy"` makes the weights on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+_SM = _LLAMA | {  # SmolLM2-135M
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49_152,
+    "rope_theta": 100_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_L8 = _LLAMA | {  # Llama-3.1-8B
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_009,
+}
+_GLM = {  # GLM-4.7-Flash
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154_880,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "rope_theta": 1_000_000.0,
+    "partial_rotary_factor": 1.0,
+    "num_nextn_predict_layers": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+# The heads are EAGLE-1: one layer, and the target's lm_head.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sm": _SM,
+    "sm-eagle": _SM | {"num_hidden_layers": 1, "tie_word_embeddings": False},
+    "l8": _L8,
+    "l8-eagle": _L8 | {"num_hidden_layers": 1},
+    "glm": _GLM,
+}
+_BYTES = 2  # bf16
+
+
+def write_configs(folder: Path) -> None:
+    for name, config in CONFIGS.items():
+        path = folder / name / "config.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def weight_bytes_per_step(model: str, head: str | None, num_drafts: int) -> int | None:
+    """Weights that one step reads: the target's layers and lm_head once, the head's per draft.
+
+    A gathered row of the embedding is nothing beside them. None for models of experts, whose
+    reading depends on the batch.
+    """
+    target = CONFIGS[model]
+    if "n_routed_experts" in target:
+        return None
+    count = target["num_hidden_layers"] * _layer(target) + _lm_head(target)
+    if head is not None:
+        config = CONFIGS[head]
+        fc = 2 * config["hidden_size"] ** 2
+        layers = config["num_hidden_layers"] * _layer(config)
+        count += num_drafts * (fc + layers + _lm_head(target))
+    return int(count * _BYTES)
+
+
+def _layer(config: Mapping[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_size = config.get("head_dim") or hidden // heads
+    attention = hidden * head_size * 2 * (heads + config["num_key_value_heads"])
+    return int(attention + 3 * hidden * config["intermediate_size"])
+
+
+def _lm_head(config: Mapping[str, Any]) -> int:
+    return int(config["hidden_size"] * config["vocab_size"])
+
+
+if __name__ == "__main__":
+    write_configs(Path(sys.argv[1]))

@@ -1,0 +1,202 @@
+"""Paged attention for rows of many queries: prompts and chunks of them.
+
+A program is one KV head for one tile of a row's queries, times the heads of the group; it walks KV
+from position 0 in blocks, so a query's bits depend on its position and its sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.attention import AttentionBatch, AttentionWork
+from paceline.kernels.attention_span_triton import LOG2_E, pages_at, row_offsets
+from paceline.kernels.attention_work_triton import TILE_ROWS
+
+
+class PrefillTiles(NamedTuple):
+    """How the kernel is built: by type and head size, never by the batch."""
+
+    rows: int  # of TILE_ROWS that a program takes
+    block: int  # KV positions at once
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tiles(dtype: torch.dtype, padded_size: int) -> PrefillTiles:
+    if dtype == torch.float32:  # no tensor cores: small tiles, for tests and tiny models
+        is_wide = padded_size > 64
+        return PrefillTiles(16 if is_wide else 32, 16 if is_wide else 32, 4, num_stages=2)
+    if padded_size > 128:
+        return PrefillTiles(rows=64, block=64, num_warps=8, num_stages=2)
+    return PrefillTiles(rows=128, block=64, num_warps=8, num_stages=3)
+
+
+def attend_tiles(
+    qkv_TD: Tensor,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    batch: AttentionBatch,
+    work: AttentionWork,
+    scale: float,
+    out_TD: Tensor,
+) -> None:
+    """Fill the outputs of long rows."""
+    num_kv_heads, _, head_size = key_NSH.shape
+    padded_size = max(16, triton.next_power_of_2(head_size))
+    tiles = prefill_tiles(qkv_TD.dtype, padded_size)
+    num_parts = TILE_ROWS // tiles.rows
+    _prefill_kernel[(num_kv_heads * num_parts, len(work.tile_E4))](
+        *(qkv_TD, key_NSH, value_NSH, out_TD, work.tile_E4, work.count_2, batch.table_SP),
+        *(scale * LOG2_E, qkv_TD.stride(0), key_NSH.stride(0), batch.table_SP.stride(0)),
+        batch.table_SP.shape[1] * batch.page_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=batch.group_size,
+        HEAD=head_size,
+        PADDED=padded_size,
+        PAGE=batch.page_size,
+        PARTS=num_parts,
+        ROWS=tiles.rows,
+        BLOCK=tiles.block,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+@triton.jit
+def _prefill_kernel(  # noqa: PLR0913
+    qkv_TD,
+    key_NSH,
+    value_NSH,
+    out_TD,
+    tile_E4,
+    count_2,
+    table_SP,
+    scale,
+    qkv_stride,
+    cache_stride,
+    table_stride,
+    table_length,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile_at = tile_E4 + tl.program_id(1) * 4
+    if tl.program_id(1) >= tl.load(count_2 + 1):
+        return
+    head = tl.program_id(0) // PARTS
+    first_row = tl.program_id(0) % PARTS * ROWS
+    num_queries = tl.load(tile_at + 1)
+    if first_row >= num_queries * GROUP:
+        return
+    entry = tl.load(tile_at).to(tl.int64)
+    first_position = tl.load(tile_at + 2)
+    table = table_SP + tl.load(tile_at + 3).to(tl.int64) * table_stride
+    row = first_row + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    position = first_position + row // GROUP
+    inside = (row < num_queries * GROUP)[:, None] & (column < HEAD)[None, :]
+    offset = head * GROUP * HEAD + (row % GROUP)[:, None] * HEAD + column[None, :]
+    query_at = qkv_TD + (entry + row // GROUP)[:, None] * qkv_stride + offset
+    query = tl.load(query_at, mask=inside, other=0.0)
+    key = key_NSH + head.to(tl.int64) * cache_stride
+    value = value_NSH + head.to(tl.int64) * cache_stride
+
+    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    result = tl.zeros((ROWS, PADDED), dtype=tl.float32)
+    last_query = tl.minimum(num_queries - 1, (first_row + ROWS - 1) // GROUP)
+    end = tl.minimum(first_position + last_query + 1, table_length)
+    # Blocks that every query sees whole, then those on the diagonal.
+    full_end = tl.minimum((first_position + first_row // GROUP + 1) // BLOCK * BLOCK, end)
+    for is_masked in tl.static_range(2):
+        top, total, result = _walk(
+            top,
+            total,
+            result,
+            query,
+            key,
+            value,
+            table,
+            position,
+            full_end if is_masked else 0,
+            end if is_masked else full_end,
+            scale,
+            is_masked,
+            HEAD,
+            PADDED,
+            PAGE,
+            BLOCK,
+        )
+    out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
+    result /= total[:, None]
+    tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _walk(  # noqa: PLR0913
+    top,
+    total,
+    result,
+    query,
+    key,
+    value,
+    table,
+    position,
+    begin,
+    end,
+    scale,
+    IS_MASKED: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Blocks of KV into the running softmax. Position 0 is in the first, and everybody sees it."""
+    column = tl.arange(0, PADDED)
+    page = pages_at(table, begin, end, PAGE, BLOCK)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
+        # One block ahead, so that no load of keys waits for a load of pages.
+        page = pages_at(table, first + BLOCK, end, PAGE, BLOCK)
+        keys = _load_rows(key + offset, at < end, column < HEAD, IS_MASKED, HEAD, PADDED)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if IS_MASKED:
+            score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(weight, 1)
+        result *= keep[:, None]
+        values = _load_rows(value + offset, at < end, column < HEAD, IS_MASKED, HEAD, PADDED)
+        result = tl.dot(weight.to(values.dtype), values, result, input_precision="ieee")
+        top = new_top
+    return top, total, result
+
+
+@triton.jit
+def _load_rows(
+    pointers,
+    is_row,
+    is_column,
+    IS_MASKED: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Past the end there may be NaN, which no weight of 0 takes away."""
+    if IS_MASKED:
+        return tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    elif HEAD != PADDED:
+        return tl.load(pointers, mask=is_column[None, :], other=0.0)
+    else:
+        return tl.load(pointers)

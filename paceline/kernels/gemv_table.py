@@ -1,0 +1,76 @@
+"""Which tile multiplies a matrix of which shape with how many rows, on which GPU: data, read once.
+
+Measured by bench/gemm_gpu --write; never tuned at run time, so the same model gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+# Row counts of one bucket share a tile, and with it the bits of a row.
+BUCKETS = (1, 4, 8, 16, 32, 64)
+_FILE = Path(__file__).with_name("gemv_table.json")
+
+
+class Tile(NamedTuple):
+    """How a product is cut into programs: see kernels/gemv_triton."""
+
+    kind: str  # fma: row after row in registers; dot: the matrix units
+    block_t: int  # fma: no more rows than this
+    block_n: int
+    block_k: int
+    warps: int = 4
+    depth: int = 1  # fma: chunks of weights on their way; dot: stages of the pipeline
+    splits: int = 1  # dot: programs that share the inputs of an output
+    ahead: int = 0  # dot: inputs of each weight row that are asked for before the kernel waits
+    is_dependent: bool = True  # launched before the kernel in front has ended
+
+
+def bucket_of(num_rows: int) -> int | None:
+    return next((x for x in BUCKETS if num_rows <= x), None)
+
+
+@cache
+def pick_tile(
+    end: str, num_outputs: int, num_inputs: int, num_rows: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Tile | None:  # fmt: skip
+    """None: torch's product (cuBLAS) is as fast, with the neighbours as kernels of their own."""
+    bucket = bucket_of(num_rows)
+    if bucket is None:
+        return None
+    if device.type == "cuda" and dtype != torch.float32:
+        known = _table().get(torch.cuda.get_device_name(device), {})
+        shape = f"{num_outputs}x{num_inputs}"
+        # A last layer's product adds nothing itself; it is the same product.
+        entry = known.get(f"{end} {shape}") or known.get(f"added {shape}", {})
+        found = entry.get(str(bucket))
+        if found is not None:
+            return None if found == "cublas" else Tile(*found)
+    return default_tile(num_outputs, num_inputs, bucket, dtype)
+
+
+def default_tile(num_outputs: int, num_inputs: int, bucket: int, dtype: torch.dtype) -> Tile:
+    """For shapes and GPUs that nobody measured."""
+    width = 1 << (num_inputs - 1).bit_length()
+    if bucket <= 4:
+        return Tile("fma", bucket, 8 if num_outputs > 1024 else 4, max(min(width, 1024), 16))
+    if dtype == torch.float32:
+        return Tile("dot", max(bucket, 16), 16, max(min(width, 64), 16), depth=2)
+    block_n = 64 if num_outputs >= 16384 else 32
+    splits = 1
+    while splits < 8 and num_outputs // block_n * splits < 96 and num_inputs >= 512 * splits:
+        splits *= 2
+    return Tile(
+        "dot", max(bucket, 16), block_n, max(min(width, 128), 16), depth=3, splits=splits, ahead=512
+    )
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, list[object] | str]]]:
+    return json.loads(_FILE.read_text()) if _FILE.exists() else {}

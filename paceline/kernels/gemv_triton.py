@@ -1,0 +1,530 @@
+"""Matrix products of a few rows in Triton, fused with what would be kernels beside them.
+
+Twins of kernels/gemv. Tiles come from kernels/gemv_table or from the caller; nothing is tuned here.
+
+Three ways to multiply, all deterministic: `fma` adds up row after row in registers, `mma` feeds the
+matrix units straight from memory, `dot` through shared memory. All fetch weights before they wait
+for the kernel in front of them (programmatic dependent launch), so that a chain of products keeps
+the memory busy across its seams.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from paceline.kernels.gemv import SHRINK, HeadPlaces, NormedRows, Product
+from paceline.kernels.gemv_parts_triton import (
+    ADDED,
+    GATED,
+    HEADS,
+    PLAIN,
+    begin,
+    deliver,
+    finish,
+    load_constants,
+    load_early,
+    load_operands,
+    load_squares,
+    pull_to_l2,
+    scale_of,
+    wait,
+    weight_row,
+)
+from paceline.kernels.gemv_table import Tile, pick_tile
+
+ENDS = ("plain", "gated", "heads", "added")
+_INTERPRETED = triton.knobs.runtime.interpret
+_MOST_TICKETS = 1 << 14
+
+
+class Ends(NamedTuple):
+    """Pointers that only some products have; a None is compiled away."""
+
+    bias: Tensor | None = None
+    squares: Tensor | None = None
+    residual: Tensor | None = None
+    norm: Tensor | None = None
+    squares_out: Tensor | None = None
+    rotation: Tensor | None = None
+    slot: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    head_stride: int = 0
+    partial: Tensor | None = None
+    ticket: Tensor | None = None
+
+
+class Cut(NamedTuple):
+    """A product and its tile, all tl.constexpr. One kernel serves every row count of a bucket."""
+
+    N: Any
+    K: Any
+    BLOCK_T: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    WARPS: Any
+    DEPTH: Any
+    SPLITS: Any
+    AHEAD: Any
+    PARTS: Any
+    END: Any
+    HAS_BIAS: Any
+    HAS_NORM: Any
+    NUM_SQUARES: Any
+    WIDTH: Any
+    SHRINK: Any
+    HEAD: Any
+    NUM_Q: Any
+    NUM_KV: Any
+    IS_DEPENDENT: Any
+
+
+@triton.jit
+def _load_weight(w_ptr, row_N, start, cut, IS_EVEN: tl.constexpr):
+    k = start + tl.arange(0, cut.BLOCK_K)
+    at = w_ptr + row_N.to(tl.int64)[:, None] * cut.K + k[None, :]
+    if IS_EVEN:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        w = tl.load(at, mask=(k < cut.K)[None, :], other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@triton.jit
+def _stack(sums, cut):
+    """The sums of each row over the threads that share them, as [T, N]: one reduction for all."""
+    if cut.BLOCK_T == 1:
+        sum_TN = tl.sum(sums[0], axis=1)[None, :]
+    elif cut.BLOCK_T == 2:
+        sum_TN = tl.permute(tl.sum(tl.join(sums[0], sums[1]), axis=1), (1, 0))
+    else:
+        tl.static_assert(cut.BLOCK_T == 4)
+        pairs = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
+        sum_N22 = tl.sum(pairs, axis=1)
+        sum_TN = tl.reshape(tl.permute(sum_N22, (2, 1, 0)), (cut.BLOCK_T, cut.BLOCK_N))
+    return sum_TN
+
+
+@triton.jit(do_not_specialize=["T"])
+def _fma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
+    """A program owns BLOCK_N outputs of all rows; DEPTH chunks of weights are on their way."""
+    chunks: tl.constexpr = (cut.K + cut.BLOCK_K - 1) // cut.BLOCK_K
+    is_even: tl.constexpr = cut.K % cut.BLOCK_K == 0
+    # A thread adds up its own 16 bytes first: partial sums instead of products fill the registers.
+    vector: tl.constexpr = 128 // w_ptr.dtype.element_ty.primitive_bitwidth
+    pid_n = tl.program_id(0)
+    begin(cut)
+    row_N = weight_row(pid_n, cut)
+    ring = ()
+    for i in tl.static_range(cut.DEPTH):
+        ring = ring + (_load_weight(w_ptr, row_N, i * cut.BLOCK_K, cut, is_even),)  # noqa: RUF005
+    constants = load_constants(ends, pid_n, cut)
+    wait(cut)
+    row_T = tl.arange(0, cut.BLOCK_T)
+    operands = load_operands(ends, row_T, pid_n, T, cut)
+    squares = ()
+    sums = ()
+    for t in tl.static_range(cut.BLOCK_T):
+        squares = squares + (load_squares(ends, tl.full((), t, tl.int32), T, cut),)  # noqa: RUF005
+        zeros = tl.zeros((cut.BLOCK_N, cut.BLOCK_K // vector), tl.float32)
+        sums = sums + (zeros,)  # noqa: RUF005
+    # The compiler would move these loads down to their use, and wait for them there.
+    tl.debug_barrier()
+    for i in tl.static_range(chunks):
+        w = ring[0].to(tl.float32)
+        ring = ring[1:]
+        if i + cut.DEPTH < chunks:
+            later = _load_weight(w_ptr, row_N, (i + cut.DEPTH) * cut.BLOCK_K, cut, is_even)
+            ring = ring + (later,)  # noqa: RUF005
+        k = i * cut.BLOCK_K + tl.arange(0, cut.BLOCK_K)
+        for t in tl.static_range(cut.BLOCK_T):
+            at = x_ptr + t * cut.K + k
+            x = tl.load(at, mask=(k < cut.K) & (t < T), other=0.0).to(tl.float32)
+            parts = tl.reshape(w * x[None, :], (cut.BLOCK_N, cut.BLOCK_K // vector, vector))
+            sums = sums[:t] + (sums[t] + tl.sum(parts, axis=2),) + sums[t + 1 :]  # noqa: RUF005
+    scale_T = tl.zeros((cut.BLOCK_T,), tl.float32)
+    if cut.NUM_SQUARES > 0:
+        for t in tl.static_range(cut.BLOCK_T):
+            scale = scale_of(tl.sum(squares[t], axis=0), eps, cut)
+            scale_T = tl.where(row_T == t, scale, scale_T)
+    sum_TN = _stack(sums, cut)
+    finish(sum_TN, scale_T, constants, operands, ends, out_ptr, row_T, pid_n, T, cut)
+
+
+@triton.jit
+def _eight_rows(ptr, row_8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
+    """32 inputs of 8 rows for each warp: every thread reads 16 bytes. [8, WARPS, 32]"""
+    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
+    at = ptr + row_8[:, None, None] * cut.K + k
+    if IS_EVEN:
+        rows = tl.load(at, eviction_policy="evict_first")
+    else:
+        rows = tl.load(at, mask=k < cut.K, other=0.0, eviction_policy="evict_first")
+    return rows
+
+
+@triton.jit
+def _left(low, high, cut):
+    """Sixteen weight rows as a left operand whose every number is where its thread loaded it.
+
+    The order of inputs does not matter to a product as long as both operands agree: thread c of
+    four holds inputs 8 c ... 8 c + 7, and the matrix unit wants 4 c ... of each half.
+    """
+    pair = tl.reshape(tl.join(low, high), (8, cut.WARPS, 4, 2, 4, 2))
+    return tl.reshape(tl.permute(pair, (1, 5, 0, 3, 2, 4)), (cut.WARPS, 16, 32))
+
+
+@triton.jit
+def _right(rows, cut):
+    """Eight rows of x as a right operand in the order of `_left`."""
+    x = tl.permute(tl.reshape(rows, (8, cut.WARPS, 4, 2, 4)), (1, 3, 2, 4, 0))
+    return tl.reshape(x, (cut.WARPS, 32, 8))
+
+
+@triton.jit
+def _load_left(w_ptr, row_N8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
+    """One chunk of the program's weights: BLOCK_N / 8 tiles of eight rows."""
+    tiles = ()
+    for i in tl.static_range(cut.BLOCK_N // 8):
+        tile = _eight_rows(w_ptr, row_N8[i], begin_S, chunk, cut, IS_EVEN)
+        tiles = tiles + (tile,)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _mma_step(tiles, x_ptr, sums, row_T8, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr):  # noqa: PLR0913
+    """Add one chunk to the sums of every pair of sixteen weight rows and eight rows of x."""
+    groups: tl.constexpr = cut.BLOCK_T // 8
+    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
+    rights = ()
+    for j in tl.static_range(groups):
+        mask = (row_T8[j] < T)[:, None, None]
+        if not IS_EVEN:
+            mask = mask & (k < cut.K)
+        rows = tl.load(x_ptr + row_T8[j][:, None, None] * cut.K + k, mask=mask, other=0.0)
+        rights = rights + (_right(rows, cut),)  # noqa: RUF005
+    for i in tl.static_range(cut.BLOCK_N // 16):
+        left = _left(tiles[2 * i], tiles[2 * i + 1], cut)
+        for j in tl.static_range(groups):
+            at: tl.constexpr = i * groups + j
+            one = tl.dot(left, rights[j], sums[at], input_precision="ieee")
+            sums = sums[:at] + (one,) + sums[at + 1 :]  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def _join_all(sums, COUNT: tl.constexpr):
+    """A power of two of tiles as one tensor; each doubling is one more axis at the end."""
+    if COUNT == 1:
+        out = sums[0]
+    elif COUNT == 2:
+        out = tl.join(sums[0], sums[1])
+    elif COUNT == 4:
+        out = tl.join(_join_all(sums[:2], 2), _join_all(sums[2:], 2))
+    elif COUNT == 8:
+        out = tl.join(_join_all(sums[:4], 4), _join_all(sums[4:], 4))
+    else:
+        tl.static_assert(COUNT == 16)
+        out = tl.join(_join_all(sums[:8], 8), _join_all(sums[8:], 8))
+    return out
+
+
+@triton.jit(do_not_specialize=["T"])
+def _mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut, order):
+    """A program owns BLOCK_T rows of BLOCK_N outputs; its warps (and SPLITS) share the inputs."""
+    num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
+    shares: tl.constexpr = cut.WARPS * cut.SPLITS
+    chunks: tl.constexpr = (cut.K + shares * 32 - 1) // (shares * 32)
+    is_even: tl.constexpr = chunks * shares * 32 == cut.K
+    count: tl.constexpr = cut.BLOCK_N // 16 * (cut.BLOCK_T // 8)
+    pid_n = tl.program_id(0)
+    split = tl.program_id(1)
+    pid_t = tl.program_id(2)
+    begin(cut)
+    begin_S = (split * cut.WARPS + tl.arange(0, cut.WARPS)) * (chunks * 32)
+    row_N8 = ()
+    for i in tl.static_range(cut.BLOCK_N // 8):
+        row_N8 = row_N8 + (_rows_at(pid_n, i, cut),)  # noqa: RUF005
+    ring = ()
+    for i in tl.static_range(cut.DEPTH):
+        ring = ring + (_load_left(w_ptr, row_N8, begin_S, i, cut, is_even),)  # noqa: RUF005
+    constants = load_constants(ends, pid_n, cut)
+    wait(cut)
+    row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
+    early = load_early(ends, row_T, pid_n, T, cut)
+    tl.debug_barrier()
+    row_T8 = ()
+    for j in tl.static_range(cut.BLOCK_T // 8):
+        row_T8 = row_T8 + (pid_t * cut.BLOCK_T + j * 8 + tl.arange(0, 8),)  # noqa: RUF005
+    sums = ()
+    for _ in tl.static_range(count):
+        sums = sums + (tl.zeros((cut.WARPS, 16, 8), tl.float32),)  # noqa: RUF005
+    rounds: tl.constexpr = chunks // cut.DEPTH
+    for at in tl.range(0, (rounds - 1) * cut.DEPTH, cut.DEPTH, num_stages=1):
+        for i in tl.static_range(cut.DEPTH):
+            sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, at + i, T, cut, is_even)
+            later = _load_left(w_ptr, row_N8, begin_S, at + i + cut.DEPTH, cut, is_even)
+            ring = ring[:i] + (later,) + ring[i + 1 :]  # noqa: RUF005
+    last: tl.constexpr = (rounds - 1) * cut.DEPTH
+    for i in tl.static_range(cut.DEPTH):
+        sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, last + i, T, cut, is_even)
+        if last + i + cut.DEPTH < chunks:
+            later = _load_left(w_ptr, row_N8, begin_S, last + i + cut.DEPTH, cut, is_even)
+            ring = ring[:i] + (later,) + ring[i + 1 :]  # noqa: RUF005
+    for i in tl.static_range(chunks - rounds * cut.DEPTH):
+        chunk = rounds * cut.DEPTH + i
+        sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, chunk, T, cut, is_even)
+    joined = tl.permute(tl.sum(_join_all(sums, count), axis=0), order)
+    sum_TN = tl.reshape(joined, (cut.BLOCK_T, cut.BLOCK_N))
+    early = (constants, early[0], early[1])
+    tile = pid_t * num_blocks + pid_n
+    deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
+
+
+@triton.jit
+def _rows_at(pid_n, eight, cut):
+    """Eight of the rows of `weight_row`."""
+    j = eight * 8 + tl.arange(0, 8)
+    if cut.END == GATED:
+        pair = tl.minimum(pid_n * (cut.BLOCK_N // 2) + j // 2, cut.N // 2 - 1)
+        row = pair + (j % 2) * (cut.N // 2)
+    else:
+        row = tl.minimum(pid_n * cut.BLOCK_N + j, cut.N - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _dot_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
+    """A program owns BLOCK_T rows of BLOCK_N outputs, and one of SPLITS shares of the inputs."""
+    num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
+    step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
+    share: tl.constexpr = (cut.K + step - 1) // step * cut.BLOCK_K
+    is_even: tl.constexpr = share * cut.SPLITS == cut.K
+    pid_n = tl.program_id(0)
+    split = tl.program_id(1)
+    pid_t = tl.program_id(2)
+    begin(cut)
+    row_N = weight_row(pid_n, cut)
+    start = split * share
+    if cut.AHEAD > 0:
+        pull_to_l2(w_ptr, row_N, start, cut)
+    constants = load_constants(ends, pid_n, cut)
+    wait(cut)
+    row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
+    early = load_early(ends, row_T, pid_n, T, cut)
+    x_row = x_ptr + row_T.to(tl.int64)[:, None] * cut.K
+    sum_TN = tl.zeros((cut.BLOCK_T, cut.BLOCK_N), tl.float32)
+    for inside in tl.range(0, share, cut.BLOCK_K, num_stages=cut.DEPTH):
+        k = start + inside + tl.arange(0, cut.BLOCK_K)[None, :]
+        w = _load_weight(w_ptr, row_N, start + inside, cut, is_even)
+        # Rows past T are not read: a thousand programs that read the same row wait for each other.
+        mask = (row_T < T)[:, None]
+        if not is_even:
+            mask = mask & (k < cut.K)
+        x = tl.load(x_row + k, mask=mask, other=0.0)
+        sum_TN = tl.dot(x, tl.trans(w), sum_TN, input_precision="ieee")
+    early = (constants, early[0], early[1])
+    tile = pid_t * num_blocks + pid_n
+    deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
+
+
+@triton.jit
+def _scale_kernel(
+    residual_ptr, norm_ptr, out_ptr, squares_ptr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SHRINK_BY: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+    d = tl.arange(0, WIDTH)
+    norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    if IS_DEPENDENT:
+        cuda.gdc_wait()
+    x = tl.load(residual_ptr + row * D + d, mask=d < D, other=0.0)
+    tl.store(out_ptr + row * D + d, x * norm * SHRINK_BY, mask=d < D)
+    tl.store(squares_ptr + row, tl.sum(x * x, axis=0))
+
+
+def scale_rows(residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Tensor) -> NormedRows:
+    num_rows, width = residual_TD.shape
+    out_TD = torch.empty_like(residual_TD, dtype=like.dtype)
+    squares_T1 = residual_TD.new_empty(num_rows, 1)
+    is_dependent = not _INTERPRETED
+    _scale_kernel[(num_rows,)](
+        residual_TD, norm_weight_D, out_TD, squares_T1, D=width,
+        WIDTH=triton.next_power_of_2(width), SHRINK_BY=SHRINK.get(like.dtype, 1.0),
+        IS_DEPENDENT=is_dependent, **_launch(8 if width > 2048 else 4, is_dependent),
+    )  # fmt: skip
+    return NormedRows(out_TD, squares_T1, eps)
+
+
+def linear(
+    x_TK: Tensor, product: Product, out_dtype: torch.dtype | None = None, tile: Tile | None = None
+) -> Tensor:
+    out_TN = x_TK.new_empty(len(x_TK), len(product.weight_NK), dtype=out_dtype or x_TK.dtype)
+    _multiply(NormedRows(x_TK, None, 0.0), product, out_TN, Ends(), PLAIN, tile)
+    return out_TN
+
+
+def norm_linear(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
+    out_TN = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK))
+    _multiply(rows, product, out_TN, Ends(), PLAIN, tile)
+    return out_TN
+
+
+def norm_linear_silu(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
+    out_TI = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK) // 2)
+    _multiply(rows, product, out_TI, Ends(), GATED, tile)
+    return out_TI
+
+
+def norm_linear_heads(
+    rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
+) -> Tensor:
+    out_TN = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK))
+    ends = Ends(
+        rotation=torch.view_as_real(places.rotation_TH),
+        slot=places.slot_T,
+        key=places.key_NSH,
+        value=places.value_NSH,
+        head_stride=places.key_NSH.stride(0),
+    )
+    num_kv_heads, _, head_size = places.key_NSH.shape
+    _multiply(rows, product, out_TN, ends, HEADS, tile, (num_kv_heads, head_size))
+    return out_TN
+
+
+def linear_add(
+    x_TK: Tensor,
+    product: Product,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+    tile: Tile | None = None,
+) -> NormedRows | None:
+    num_rows, num_outputs = residual_TD.shape
+    tile = tile or _tile(x_TK, product, ADDED)
+    out_TD = squares_TP = None
+    if norm_weight_D is not None:
+        out_TD = x_TK.new_empty(num_rows, num_outputs)
+        squares_TP = residual_TD.new_empty(num_rows, triton.cdiv(num_outputs, tile.block_n))
+    ends = Ends(residual=residual_TD, norm=norm_weight_D, squares_out=squares_TP)
+    _multiply(NormedRows(x_TK, None, 0.0), product, out_TD, ends, ADDED, tile)
+    return None if out_TD is None else NormedRows(out_TD, squares_TP, eps)
+
+
+def _multiply(
+    rows: NormedRows,
+    product: Product,
+    out: Tensor | None,
+    ends: Ends,
+    end: tl.constexpr,
+    tile: Tile | None,
+    heads: tuple[int, int] = (1, 2),
+) -> None:
+    x, weight = rows.x_TD, product.weight_NK
+    assert x.is_contiguous() and weight.is_contiguous()
+    num_rows, num_outputs = len(x), len(weight)
+    tile = tile or _tile(x, product, end)
+    ends = ends._replace(bias=product.bias_N, squares=rows.squares_TP)
+    cut = _cut(product, tile, ends, end, heads)
+    blocks_n, blocks_t = triton.cdiv(num_outputs, tile.block_n), triton.cdiv(num_rows, tile.block_t)
+    launch = _launch(tile.warps, tile.is_dependent)
+    if tile.kind == "fma":
+        assert blocks_t == 1
+        _fma_kernel[(blocks_n,)](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+        return
+    if tile.splits > 1:
+        assert blocks_n * blocks_t <= _MOST_TICKETS
+        size = blocks_n * blocks_t * tile.splits * tile.block_t * tile.block_n
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        ends = ends._replace(partial=partial, ticket=tickets(x.device))
+    grid = (blocks_n, tile.splits, blocks_t)
+    if tile.kind == "mma":
+        order = tuple(tl.constexpr(x) for x in _order(tile))
+        _mma_kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, order, **launch)
+    else:
+        _dot_kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+
+
+def _cut(product: Product, tile: Tile, ends: Ends, end: tl.constexpr, heads: tuple[int, int]) -> Cut:
+    num_outputs, num_inputs = product.weight_NK.shape
+    num_kv_heads, head_size = heads
+    num_squares = 0 if ends.squares is None else ends.squares.shape[1]
+    depth = tile.depth
+    if tile.kind == "fma":
+        depth = min(depth, triton.cdiv(num_inputs, tile.block_k))
+    elif tile.kind == "mma":
+        depth = min(depth, triton.cdiv(num_inputs, tile.warps * tile.splits * 32))
+    ahead, parts = _ahead(tile, num_inputs, product.weight_NK.itemsize)
+    values = {
+        "N": num_outputs,
+        "K": num_inputs,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "WARPS": tile.warps,
+        "DEPTH": depth,
+        "SPLITS": tile.splits,
+        "AHEAD": ahead,
+        "PARTS": parts,
+        "END": end.value,
+        "HAS_BIAS": product.bias_N is not None,
+        "HAS_NORM": ends.norm is not None,
+        "NUM_SQUARES": num_squares,
+        "WIDTH": triton.next_power_of_2(max(num_squares, 1)),
+        "SHRINK": SHRINK.get(product.weight_NK.dtype, 1.0),
+        "HEAD": head_size,
+        "NUM_Q": num_outputs - 2 * num_kv_heads * head_size,
+        "NUM_KV": num_kv_heads * head_size,
+        "IS_DEPENDENT": tile.is_dependent and not _INTERPRETED,
+    }
+    return Cut(**{name: tl.constexpr(value) for name, value in values.items()})
+
+
+def _order(tile: Tile) -> tuple[int, ...]:
+    """Axes of joined tiles, [16, 8, bits of the tile's index from the lowest], as [T, N]."""
+    bits_t = (tile.block_t // 8).bit_length() - 1
+    bits_n = (tile.block_n // 16).bit_length() - 1
+    of_t = range(1 + bits_t, 1, -1)
+    of_n = range(1 + bits_t + bits_n, 1 + bits_t, -1)
+    return (*of_t, 1, *of_n, 0)
+
+
+@cache
+def tickets(device: torch.device) -> Tensor:
+    """Zero between kernels. Ask once before a graph is captured, so that it outlives the graph."""
+    return torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
+
+
+def _tile(x_TK: Tensor, product: Product, end: tl.constexpr) -> Tile:
+    num_outputs, num_inputs = product.weight_NK.shape
+    shape = (num_outputs, num_inputs, len(x_TK))
+    tile = pick_tile(ENDS[end.value], *shape, x_TK.dtype, x_TK.device)
+    assert tile is not None, "the table has torch's product for this shape"
+    return tile
+
+
+def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:
+    """How far weights are pulled ahead, and in how many pieces a row: multiples of 16 bytes."""
+    is_even = num_inputs % (tile.splits * tile.block_k) == 0
+    ahead = min(tile.ahead, num_inputs // tile.splits) if is_even and not _INTERPRETED else 0
+    parts = max(1, 32 * tile.warps // tile.block_n)
+    while ahead and ahead * itemsize % (16 * parts):
+        parts //= 2
+    return ahead, parts
+
+
+def _launch(num_warps: int, is_dependent: bool) -> dict[str, Any]:
+    """Launch options of a kernel that, if dependent, waits by itself for the one in front."""
+    options: dict[str, Any] = {"num_warps": num_warps}
+    if is_dependent and not _INTERPRETED:
+        options["launch_pdl"] = True
+    return options

@@ -1,0 +1,211 @@
+"""Triton twins of kernels/penalties at fixed shapes: history is walked, never compared with itself.
+
+Occurrences are counted in tables of one int32 per token, as many as programs that count at a time:
+64 tables, 31 MiB for 128256 tokens, whatever the batch. Whoever takes a token's count out of its
+table leaves 0 behind and is the only one to change its logits, so tables are clean after use.
+
+Shape letters: B rows, N logits rows, K drafts, V vocabulary, S slots, L length, P tables.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.masks_triton import forbid
+from paceline.kernels.penalties import Penalties
+from paceline.kernels.rows import Asking, WindowRows
+
+MOST_TABLES = 64
+_BLOCK = 2048
+_NUM_WARPS = 8
+# A word of a table: output occurrences in the low bits, and where else the token was seen.
+_IN_PROMPT = tl.constexpr(1 << 30)
+_IN_DRAFTS = tl.constexpr(1 << 29)
+_COUNT = tl.constexpr((1 << 29) - 1)
+
+
+@cache
+def tables(device: torch.device, vocab_size: int) -> Tensor:
+    """int32 [P, V], zero between kernels: once for each device and vocabulary."""
+    return torch.zeros(MOST_TABLES, vocab_size, dtype=torch.int32, device=device)
+
+
+def apply_penalties_by_slot(
+    logits_NV: Tensor,
+    rows: WindowRows,
+    asking: Asking,
+    tokens_SL: Tensor,
+    prompt_len_S: Tensor,
+    penalties: Penalties,
+) -> None:
+    batch = len(rows.slot_B)
+    table_PV = tables(logits_NV.device, logits_NV.shape[1])
+    _penalty_kernel[(min(batch, MOST_TABLES),)](
+        *(logits_NV, logits_NV.stride(0), table_PV, table_PV.stride(0), batch),
+        *(rows.slot_B, rows.width_B, rows.length_B, rows.draft_BK, rows.draft_BK.stride(0)),
+        *(rows.width, *asking, tokens_SL, tokens_SL.stride(0), prompt_len_S, *penalties),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(tokens_SL.shape[1])),
+        DRAFTS=max(16, triton.next_power_of_2(rows.width)),
+        num_warps=_NUM_WARPS,
+        # The same bits as separate operations give.
+        enable_fp_fusion=False,
+    )
+
+
+def ban_bad_words_by_slot(
+    logits_NV: Tensor, rows: WindowRows, asking: Asking, tokens_SL: Tensor, bad_words_SEC: Tensor
+) -> None:
+    num_words, length = bad_words_SEC.shape[1:]
+    _words_kernel[(len(logits_NV),)](
+        *(logits_NV, logits_NV.stride(0), rows.slot_B, rows.width_B, rows.length_B),
+        *(rows.draft_BK, rows.draft_BK.stride(0), rows.width, *asking),
+        *(tokens_SL, tokens_SL.stride(0), bad_words_SEC, bad_words_SEC.stride(0), num_words),
+        WORDS=triton.next_power_of_2(num_words),
+        LENGTH=length,
+        PADDED=triton.next_power_of_2(length),
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "width", "draft_stride"])
+def _penalty_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    table_PV,
+    table_stride,
+    batch,
+    slot_B,
+    width_B,
+    length_B,
+    draft_BK,
+    draft_stride,
+    width,
+    features_S,
+    bit,
+    tokens_SL,
+    tokens_stride,
+    prompt_len_S,
+    repetition_S,
+    presence_S,
+    frequency_S,
+    BLOCK: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    table_V = table_PV + tl.program_id(0) * table_stride
+    for batch_row in range(tl.program_id(0), batch, tl.num_programs(0)):
+        slot = tl.load(slot_B + batch_row)
+        used = tl.load(width_B + batch_row)
+        if ((tl.load(features_S + slot) & bit) != 0) & (used > 0):
+            length = tl.load(length_B + batch_row)
+            drafts = (draft_BK + batch_row * draft_stride, tl.minimum(used, width) - 1)
+            history = (tokens_SL + slot.to(tl.int64) * tokens_stride, length)
+            strength = (
+                tl.load(repetition_S + slot),
+                tl.load(presence_S + slot),
+                tl.load(frequency_S + slot),
+            )
+            _count(table_V, history, drafts, tl.load(prompt_len_S + slot), BLOCK, DRAFTS)
+            tl.debug_barrier()
+            logits_V = logits_NV + (batch_row * width).to(tl.int64) * row_stride
+            windows = (logits_V, row_stride, used)
+            for start in range(0, length, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                token = tl.load(history[0] + place, place < length, other=-1)
+                _penalise(table_V, token, windows, drafts, strength)
+            place = tl.arange(0, DRAFTS)
+            token = tl.load(drafts[0] + place, place < drafts[1], other=-1)
+            _penalise(table_V, token, windows, drafts, strength)
+            tl.debug_barrier()
+
+
+@triton.jit
+def _count(table_V, history, drafts, prompt_len, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):
+    tokens_L, length = history
+    for start in range(0, length, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        token = tl.load(tokens_L + place, place < length, other=0)
+        is_output = place >= prompt_len
+        tl.atomic_add(table_V + token, 1, is_output & (place < length), sem="relaxed")
+        is_prompt = (place < prompt_len) & (place < length)
+        tl.atomic_or(table_V + token, _IN_PROMPT, is_prompt, sem="relaxed")
+    draft_K, num_drafts = drafts
+    place = tl.arange(0, DRAFTS)
+    token = tl.load(draft_K + place, place < num_drafts, other=-1)
+    tl.atomic_or(table_V + token, _IN_DRAFTS, token >= 0, sem="relaxed")
+
+
+@triton.jit
+def _penalise(table_V, token, windows, drafts, strength):
+    """Change the logits of the tokens whose count this call takes, in every window position."""
+    logits_V, row_stride, used = windows
+    draft_K, num_drafts = drafts
+    repetition, presence, frequency = strength
+    seen = tl.atomic_xchg(table_V + token, 0, token >= 0, sem="relaxed")
+    is_mine = (token >= 0) & (seen != 0)
+    count = seen & _COUNT
+    is_seen = (count > 0) | ((seen & _IN_PROMPT) != 0)
+    for j in range(used):
+        if j > 0:
+            is_drafted = token == tl.load(draft_K + j - 1, j - 1 < num_drafts, other=-2)
+            count += is_drafted.to(tl.int32)
+            is_seen = is_seen | is_drafted
+        place = logits_V + j * row_stride.to(tl.int64) + token
+        logit = tl.load(place, is_mine & is_seen, other=0.0)
+        logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
+        logit -= frequency * count.to(tl.float32)
+        logit -= tl.where(count > 0, presence, 0.0)
+        tl.store(place, logit, is_mine & is_seen)
+
+
+@triton.jit(do_not_specialize=["width", "draft_stride"])
+def _words_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    slot_B,
+    width_B,
+    length_B,
+    draft_BK,
+    draft_stride,
+    width,
+    features_S,
+    bit,
+    tokens_SL,
+    tokens_stride,
+    words_SEC,
+    words_stride,
+    num_words,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    batch_row, j = row // width, row % width
+    slot = tl.load(slot_B + batch_row)
+    is_asked = (tl.load(features_S + slot) & bit) != 0
+    if (is_asked == 0) | (j >= tl.load(width_B + batch_row)):
+        return
+    length = tl.load(length_B + batch_row)
+    # What comes before this row, the latest last; -2 is no token and matches none.
+    column = tl.arange(0, PADDED)
+    is_prefix = column < LENGTH - 1
+    place = length + j + column - (LENGTH - 1)
+    tokens_L = tokens_SL + slot.to(tl.int64) * tokens_stride
+    committed = tl.load(tokens_L + place, is_prefix & (place >= 0) & (place < length), other=-2)
+    draft_K = draft_BK + batch_row * draft_stride
+    drafted = tl.load(draft_K + place - length, is_prefix & (place >= length), other=-2)
+    tail = tl.where(place >= length, drafted, committed)
+    tail = tl.where(tail < 0, -2, tail)
+    entry = tl.arange(0, WORDS)
+    words = words_SEC + slot.to(tl.int64) * words_stride + entry * LENGTH
+    is_word = entry < num_words
+    prefix = tl.load(
+        words[:, None] + column[None, :], is_word[:, None] & is_prefix[None, :], other=-1
+    )
+    differs = (prefix != tail[None, :]) & (prefix != -1)
+    is_complete = tl.sum(differs.to(tl.int32), 1) == 0
+    last = tl.load(words + LENGTH - 1, is_word, other=-1)
+    forbid(logits_NV + row.to(tl.int64) * row_stride, last, is_complete & (last >= 0))

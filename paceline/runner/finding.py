@@ -1,0 +1,159 @@
+"""Models on this disk and how they are loaded, the same for every device. Never sizes a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.checkpoint.source import ModelFiles, locate
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.drafters.autoregressive import (
+    AutoregressiveDrafter,
+    DraftHead,
+    DraftModelHead,
+    EagleHead,
+)
+from paceline.drafters.base import Drafter, NoDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.decoder import Decoder
+from paceline.models.head_loading import check_pair, eagle_shapes, load_eagle
+from paceline.models.loading import (
+    DummyWeights,
+    Shapes,
+    WeightFormats,
+    WeightSource,
+    expected_shapes,
+    load_decoder,
+)
+from paceline.models.spec import ModelSpec, read_eagle_spec, read_spec
+from paceline.models.weights import open_weights
+from paceline.sampling.verify import synthetic_rates
+from paceline.state.pages import LayerPages
+
+Progress = Callable[[str, float], None]
+FormatsOf = Callable[[ModelFiles], WeightFormats]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model on this disk, before its weights are read."""
+
+    files: ModelFiles
+    spec: ModelSpec
+
+
+def find_models(config: EngineConfig) -> list[Found]:
+    """The target, and the draft where there is one."""
+    model = config.model
+    files = locate(model.model, revision=model.revision, load_format=model.load_format)
+    target = Found(files, read_spec(files.config))
+    draft = _find_draft(config, target.spec)
+    return [target] if draft is None else [target, draft]
+
+
+def _find_draft(config: EngineConfig, target: ModelSpec) -> Found | None:
+    spec_config = config.speculative
+    if spec_config is None or spec_config.method == "ngram":
+        return None
+    name = spec_config.model
+    assert name is not None
+    # A load format names the target's files; a draft may come in another one.
+    load_format = "dummy" if config.model.load_format == "dummy" else "auto"
+    files = locate(name, revision=spec_config.revision, load_format=load_format)
+    if spec_config.method == "eagle":
+        spec = read_eagle_spec(files.config)
+        check_pair(name, spec, target)
+        return Found(files, replace(spec, max_position=target.max_position))
+    spec = read_spec(files.config)
+    if spec.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"the draft model {name!r} has a vocabulary of {spec.vocab_size} tokens, the target "
+            f"has {target.vocab_size}; a draft model needs the target's vocabulary."
+        )
+    return Found(files, spec)
+
+
+def wanted_length(config: EngineConfig, found: list[Found]) -> tuple[int, bool]:
+    """Positions that sequences may have, and whether somebody asked for them."""
+    longest = min(f.spec.max_position for f in found)
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {longest} positions that "
+            f"{'these models were' if len(found) > 1 else 'this model was'} made for; lower "
+            "--max-model-len."
+        )
+    return wanted or longest, wanted is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Reads weights in the formats of a device."""
+
+    config: EngineConfig
+    formats_of: FormatsOf
+    progress: Progress
+
+    def decoder(self, found: Found, max_model_len: int) -> Decoder:
+        formats, spec = self.formats_of(found.files), found.spec
+        with self._weights(found, expected_shapes(spec), formats.device) as weights:
+            return load_decoder(
+                spec, weights, formats, max_model_len=max_model_len, progress=self.progress
+            )
+
+    def head(self, draft: Found, target: Decoder, layers: list[LayerPages]) -> DraftHead:
+        """The model of a drafter that has one."""
+        spec_config = self.config.speculative
+        assert spec_config is not None
+        max_model_len = len(target.rotation)
+        if spec_config.method != "eagle":
+            return DraftModelHead(self.decoder(draft, max_model_len), layers)
+        formats = self.formats_of(draft.files)
+        with self._weights(draft, eagle_shapes(draft.spec), formats.device) as weights:
+            model = load_eagle(
+                draft.files.name,
+                draft.spec,
+                weights,
+                formats,
+                target,
+                max_model_len=max_model_len,
+                progress=self.progress,
+            )
+        return EagleHead(model, layers)
+
+    @contextmanager
+    def _weights(
+        self, found: Found, shapes: Shapes, device: torch.device
+    ) -> Iterator[WeightSource]:
+        """The checkpoint's tensors, or random ones of the given shapes."""
+        if self.config.model.load_format == "dummy":
+            yield DummyWeights(shapes, self.config.model.seed, device)
+            return
+        weights = open_weights(found.files)
+        try:
+            yield weights
+        finally:
+            weights.close()
+
+
+def make_drafter(config: SpeculativeConfig | None, head: DraftHead | None) -> Drafter:
+    if config is None:
+        return NoDrafter()
+    k = config.num_speculative_tokens
+    if head is None:
+        return NgramDrafter(k, config.prompt_lookup_min, config.prompt_lookup_max)
+    return AutoregressiveDrafter(head, k, config.draft_sample_method == "probabilistic")
+
+
+def forced_rates(config: SpeculativeConfig | None) -> tuple[float, ...] | None:
+    """Chance of each draft under synthetic acceptance; None: drafts are verified."""
+    if config is None or config.rejection_sample_method == "standard":
+        return None
+    if config.synthetic_acceptance_rates is not None:
+        return config.synthetic_acceptance_rates
+    assert config.synthetic_acceptance_length is not None
+    return synthetic_rates(config.synthetic_acceptance_length, config.num_speculative_tokens)

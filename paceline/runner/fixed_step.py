@@ -1,0 +1,106 @@
+"""One step with fixed shapes as two closed functions, A and B: what CUDA captures as one graph.
+
+Reads the plan from its packet and the rest from slot state; no host read, no shape that depends
+on a value. The same functions run on CPU tensors with the kernels' references.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.drafters.base import Drafter
+from paceline.kernels.finish import Forced, end_step, finish_step
+from paceline.kernels.logprobs import LogprobResults
+from paceline.kernels.step_inputs import step_inputs
+from paceline.kernels.step_rows import PacketLayout, Ring, SlotTensors, StepRows, StepShape
+from paceline.models.decoder import Decoder
+from paceline.runner.fixed_drafts import FixedDraftStep, forward_inputs
+from paceline.sampling.custom import CustomProcessors
+from paceline.sampling.fixed import verify, write_logprobs
+from paceline.sampling.verify import Tail
+from paceline.state.pages import LayerPages, Pages
+from paceline.state.slots import Slots
+from paceline.state.step_buffers import StepBuffers, cut_logprobs
+
+
+@dataclass(slots=True)
+class FixedDevice:
+    """All that a step works on; built once by runner/startup."""
+
+    model: Decoder
+    layer_pages: list[LayerPages]
+    drafter: Drafter
+    slots: Slots
+    pages: Pages
+    state: SlotTensors
+    buffers: StepBuffers
+    ring: Ring
+    layout: PacketLayout
+    logprobs: LogprobResults
+    forced: Forced | None  # synthetic acceptance
+
+
+@dataclass(slots=True)
+class Forwarded:
+    """What A leaves for B."""
+
+    rows: StepRows
+    hidden_TD: Tensor
+    logits_NV: Tensor
+
+
+def step_a(device: FixedDevice, shape: StepShape) -> Forwarded:
+    """Inputs from packet and slot state, the target's forward, logits of every window."""
+    rows = device.buffers.rows(shape)
+    page_size, padding_slot = device.pages.page_size, device.slots.padding_slot
+    step_inputs(device.ring, device.layout, device.state, rows, page_size, padding_slot)
+    longest = shape.width if shape.is_uniform else shape.tokens
+    inputs = forward_inputs(rows.batch, device.pages, device.model.spec.group_size, longest)
+    hidden_TD = device.model.forward(inputs, device.layer_pages)
+    # In a uniform step every token entry has its logits row, in the same order.
+    sampled_ND = hidden_TD if shape.is_uniform else hidden_TD.index_select(0, rows.sample_N)
+    return Forwarded(rows, hidden_TD, device.model.logits(sampled_ND))
+
+
+def step_b(
+    device: FixedDevice,
+    forwarded: Forwarded,
+    tail: Tail,
+    *,
+    custom: CustomProcessors | None = None,
+    late_bits_NV: Tensor | None = None,
+) -> None:
+    """Verify, settle and hand out, advance the slots, propose the next drafts.
+
+    `custom` and late masks are for eager steps: they may read the device.
+    """
+    rows = forwarded.rows
+    verdicts = verify(
+        forwarded.logits_NV,
+        rows,
+        device.slots,
+        tail=tail,
+        custom=custom,
+        late_bits_NV=late_bits_NV,
+        is_forced=device.forced is not None,
+    )
+    if tail is Tail.FULL:
+        rates_K = None if device.forced is None else device.forced.rates_K
+        results = cut_logprobs(device.logprobs, rows.shape)
+        write_logprobs(forwarded.logits_NV, verdicts, rows, device.slots, results, rates_K)
+    finish_step(*verdicts, rows, device.state, device.ring, device.forced)
+    device.drafter.propose(
+        FixedDraftStep(
+            slots=device.slots,
+            pages=device.pages,
+            state=device.state,
+            buffers=device.buffers,
+            ring=device.ring,
+            layout=device.layout,
+            rows=rows,
+            hidden_TD=forwarded.hidden_TD,
+        )
+    )
+    end_step(device.ring)

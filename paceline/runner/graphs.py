@@ -1,0 +1,70 @@
+"""Captured steps: one CUDA graph per key, all in one memory pool. Captures and replays, no policy.
+
+A key is a shape and a tail; what a graph does lies entirely in the function it was captured from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels.step_rows import StepShape
+from paceline.sampling.verify import Tail
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    shape: StepShape
+    tail: Tail
+
+
+class Graphs:
+    """Graphs of a step function by key. Every method is called by the loop thread."""
+
+    def __init__(self, run: Callable[[GraphKey], None], device: torch.device) -> None:
+        self._run = run
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self.num_replays = 0
+        self.capture_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def replay(self, key: GraphKey) -> None:
+        self.num_replays += 1
+        self._graphs[key].replay()
+
+    def find(self, key: GraphKey) -> GraphKey | None:
+        """The key itself, or one with a larger tail that does the same and more."""
+        for tail in Tail:
+            if tail >= key.tail and (found := GraphKey(key.shape, tail)) in self._graphs:
+                return found
+        return None
+
+    def capture(self, key: GraphKey) -> None:
+        """Record what `run(key)` does. The function ran once before: everything is compiled."""
+        started_s = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(): it collects garbage and waits for the device each time.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._run(key)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._graphs[key] = graph
+        self.capture_s += time.perf_counter() - started_s
+        logger.debug("captured %s in %.3f s", key, time.perf_counter() - started_s)

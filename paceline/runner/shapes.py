@@ -1,0 +1,98 @@
+"""Which fixed shape a plan runs in: buckets of rows, tokens and drafts. Arithmetic only.
+
+A plan takes the smallest shape that holds it; shapes up to the largest bucket are captured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.kernels.step_rows import StepShape
+from paceline.step import StepPlan
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Steps with prompt chunks: rows cost little there, and tokens cost much.
+MIXED_ROWS = (4, 16, 64, 256, 512)
+MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+EAGER_TOKENS = 64  # larger steps run eagerly, with tokens rounded up to a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The shapes of one engine."""
+
+    rows: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    k_tiers: tuple[int, ...]  # 0 and the configured K
+
+    @classmethod
+    def of(cls, max_rows: int, max_tokens: int, max_k: int) -> Buckets:
+        return cls(
+            rows=_up_to(ROWS, max_rows),
+            mixed_rows=_up_to(MIXED_ROWS, max_rows),
+            mixed_tokens=tuple(t for t in MIXED_TOKENS if t < max_tokens)
+            + ((max_tokens,) if max_tokens <= MIXED_TOKENS[-1] else ()),
+            k_tiers=(0, max_k) if max_k else (0,),
+        )
+
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The smallest shape that holds the plan; above the largest bucket, one of its own."""
+        k = self.k_tiers[bisect_left(self.k_tiers, plan.k)]
+        if is_uniform(plan):
+            rows = _at_least(self.rows, max(plan.num_rows, 1))
+            return StepShape(rows, rows * (k + 1), k, True)
+        rows = _at_least(self.mixed_rows, plan.num_rows)
+        tokens = plan.num_tokens
+        index = bisect_left(self.mixed_tokens, tokens)
+        if index < len(self.mixed_tokens):
+            return StepShape(rows, self.mixed_tokens[index], k, False)
+        return StepShape(rows, -(-tokens // EAGER_TOKENS) * EAGER_TOKENS, k, False)
+
+    def is_captured(self, shape: StepShape) -> bool:
+        """False for shapes above the largest bucket."""
+        return shape.is_uniform or shape.tokens in self.mixed_tokens
+
+    def decode_shapes(self, k: int) -> Iterator[StepShape]:
+        """Largest first: its memory serves all that follow."""
+        for rows in reversed(self.rows):
+            yield StepShape(rows, rows * (k + 1), k, True)
+
+    def mixed_shapes(self, k: int) -> Iterator[StepShape]:
+        for tokens in reversed(self.mixed_tokens):
+            for rows in reversed(self.mixed_rows):
+                if rows <= tokens:
+                    yield StepShape(rows, tokens, k, False)
+
+
+def is_uniform(plan: StepPlan) -> bool:
+    """Every row decodes or verifies (a chunk of one token is no different)."""
+    return bool((plan.query_len_B == plan.k_B + 1).all())
+
+
+def row_starts(plan: StepPlan, shape: StepShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The first token entry of each row of the plan."""
+    if shape.is_uniform:
+        return np.arange(plan.num_rows) * shape.width
+    return np.cumsum(plan.query_len_B) - plan.query_len_B
+
+
+def draft_starts(plan: StepPlan, shape: StepShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The same for a draft model's own first pass: two tokens to decode, a chunk and its sample."""
+    if shape.is_uniform:
+        return np.arange(plan.num_rows) * 2
+    is_decode = plan.query_len_B == plan.k_B + 1
+    widths = np.where(is_decode, 2, plan.query_len_B + plan.samples_B)
+    return np.cumsum(widths) - widths
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return (*(s for s in sizes if s < most), most)
+
+
+def _at_least(sizes: tuple[int, ...], count: int) -> int:
+    return sizes[bisect_left(sizes, count)]

@@ -1,0 +1,204 @@
+"""From a configuration to a runner of fixed-shape steps: load, measure, size, capture. Runs once.
+
+The device is a GPU; in tests it may be the CPU, with the kernels' references and no graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from paceline.checkpoint.source import ModelFiles
+from paceline.config import EngineConfig
+from paceline.kernels.finish import Forced
+from paceline.kernels.step_rows import PacketLayout
+from paceline.layers.linear import cuda_linear, dense
+from paceline.models.loading import WeightFormats
+from paceline.runner.cuda_runner import CudaRunner
+from paceline.runner.finding import (
+    Found,
+    Loader,
+    Progress,
+    find_models,
+    forced_rates,
+    make_drafter,
+    wanted_length,
+)
+from paceline.runner.fixed_step import FixedDevice
+from paceline.runner.shapes import EAGER_TOKENS, Buckets
+from paceline.runner.sizing import MemoryReading, StepSizes, num_pages, page_bytes, step_bytes
+from paceline.sampling.custom import CustomProcessors
+from paceline.state.pages import LayerPages, Pages
+from paceline.state.slots import Slots
+from paceline.state.step_buffers import (
+    Capacity,
+    StepBuffers,
+    make_logprobs,
+    make_ring,
+    slot_tensors,
+)
+from paceline.step import Runner, RunnerInfo
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A window opens so many pages at most; prompts bring theirs when they are admitted.
+APPENDS_PER_ROW = 2
+SPARE_APPENDS = 64
+
+
+def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.device) -> Runner:
+    """Everything between `paceline serve` and the first step, for one GPU."""
+    if device.type == "cuda":
+        # fp32 means fp32: equality with a reference is what it is used for.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+    progress("locating the model", 0.0)
+    found = find_models(config)
+    max_model_len, _ = wanted_length(config, found)
+    dtype = compute_dtype(config, found[0].files)
+    loader = Loader(config, lambda files: formats(dtype, device), progress)
+    model = loader.decoder(found[0], max_model_len)
+    slots = _slots(config, found, max_model_len, device)
+    capacity = _capacity(config, slots)
+    count = _num_pages(config, found, capacity, max_model_len, dtype, device)
+    pages = Pages(count, config.cache.block_size, slots.num_slots, max_model_len, device)
+    layers = [_layers(pages, f, dtype) for f in found]
+    head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
+    rates = forced_rates(config.speculative)
+    layout = PacketLayout(capacity.rows, capacity.rows * APPENDS_PER_ROW + SPARE_APPENDS)
+    ring = make_ring(capacity, layout, device)
+    fixed = FixedDevice(
+        model=model,
+        layer_pages=layers[0],
+        drafter=make_drafter(config.speculative, head),
+        slots=slots,
+        pages=pages,
+        state=slot_tensors(slots, pages),
+        buffers=StepBuffers(capacity, device),
+        ring=ring,
+        layout=layout,
+        logprobs=make_logprobs(capacity, config.model.max_logprobs, ring),
+        forced=None if rates is None else Forced(torch.tensor(rates, device=device)),
+    )
+    names = config.model.logits_processors
+    runner = CudaRunner(
+        fixed,
+        _info(config, found, fixed, dtype),
+        Buckets.of(capacity.rows, config.scheduler.max_num_batched_tokens, capacity.k),
+        custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
+        use_graphs=device.type == "cuda" and not config.device.enforce_eager,
+    )
+    runner.prepare(progress)
+    progress("ready", 1.0)
+    return runner
+
+
+def compute_dtype(config: EngineConfig, files: ModelFiles) -> torch.dtype:
+    """What was asked for; else the checkpoint's own. Dequantised weights become float16."""
+    if config.model.dtype != "auto":
+        return DTYPES[config.model.dtype]
+    if files.kind == "gguf":
+        return torch.float16
+    stored = files.config.get("dtype") or files.config.get("torch_dtype")
+    return DTYPES.get(str(stored), torch.float32)
+
+
+def formats(dtype: torch.dtype, device: torch.device) -> WeightFormats:
+    linear = cuda_linear(dtype, device) if device.type == "cuda" else dense(dtype, device)
+    name = str(dtype).removeprefix("torch.")
+    return WeightFormats(
+        linear, dtype, dtype, device, name=name, compute=dtype, has_fixed_shapes=True
+    )
+
+
+def _slots(
+    config: EngineConfig, found: list[Found], max_model_len: int, device: torch.device
+) -> Slots:
+    spec_config, vocab_size = config.speculative, found[0].spec.vocab_size
+    keeps_probs = spec_config is not None and spec_config.draft_sample_method == "probabilistic"
+    return Slots(
+        config.scheduler.max_num_seqs,
+        max_model_len,
+        spec_config.num_speculative_tokens if spec_config else 0,
+        vocab_size,
+        device,
+        draft_vocab_size=vocab_size if keeps_probs and len(found) > 1 else 0,
+    )
+
+
+def _capacity(config: EngineConfig, slots: Slots) -> Capacity:
+    """Uniform steps may be padded beyond what a plan may hold; mixed ones are rounded up."""
+    budget = config.scheduler.max_num_batched_tokens
+    rounded = -(-budget // EAGER_TOKENS) * EAGER_TOKENS
+    tokens = max(rounded, slots.num_slots * (slots.max_k + 1))
+    return Capacity(slots.num_slots, tokens, slots.max_k)
+
+
+def _num_pages(
+    config: EngineConfig,
+    found: list[Found],
+    capacity: Capacity,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    bytes_per_token = [f.spec.kv_bytes_per_token(dtype.itemsize) for f in found]
+    gpu = None
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        # A draft is loaded after its pages exist; its weights are counted here.
+        draft = sum(f.spec.num_parameters for f in found[1:]) * dtype.itemsize
+        steps = step_bytes([_sizes(f, capacity, dtype) for f in found])
+        gpu = MemoryReading(total, total - free + draft + steps)
+    return num_pages(
+        config.cache,
+        page_bytes(config.cache.block_size, bytes_per_token),
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        gpu=gpu,
+        cpu_free_bytes=1 << 40,
+    )
+
+
+def _sizes(found: Found, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
+    spec = found.spec
+    qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    return StepSizes(
+        tokens=capacity.tokens + capacity.rows,
+        logits_rows=capacity.logits,
+        layer_width=4 * spec.hidden_size + 2 * qkv_width + 3 * spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        itemsize=dtype.itemsize,
+    )
+
+
+def _layers(pages: Pages, found: Found, dtype: torch.dtype) -> list[LayerPages]:
+    spec = found.spec
+    return pages.add_layers(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+
+
+def _info(
+    config: EngineConfig, found: list[Found], device: FixedDevice, dtype: torch.dtype
+) -> RunnerInfo:
+    pages, slots = device.pages, device.slots
+    per_token = sum(f.spec.kv_bytes_per_token(dtype.itemsize) for f in found)
+    return RunnerInfo(
+        num_pages=pages.num_pages,
+        page_size=pages.page_size,
+        num_slots=slots.num_slots,
+        max_model_len=slots.max_model_len,
+        vocab_size=found[0].spec.vocab_size,
+        max_k=device.drafter.max_k,
+        draft_lookahead=device.drafter.lookahead,
+        draft_reads_features=device.drafter.reads_features,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 0,
+        model_name=found[0].files.name,
+        device=torch.cuda.get_device_name() if slots.device.type == "cuda" else "cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        weights_bytes=device.model.nbytes,
+        kv_cache_bytes=pages.num_pages * pages.page_size * per_token,
+    )

@@ -1,0 +1,122 @@
+"""The door from host to device for fixed-shape steps: packets of plans and records of admissions.
+
+Touches host memory and queues copies; never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels.admit import Admission, AdmitRecord, AdmitTensors, admit, pack_admissions
+from paceline.kernels.step_rows import PacketLayout, Ring
+from paceline.state.pages import Pages
+from paceline.state.slots import DEFAULTS, FIELDS, FLOAT_FIELDS, INT_FIELDS, Slots
+from paceline.state.staging import SlotRow
+from paceline.step import SlotInit, StepPlan
+
+# Rows of `Slots` that few requests bring: copied one by one.
+_RARE = ("bias_ids_SE", "bias_values_SE", "bad_words_SEE", "allowed_bits_SV")
+
+
+class PacketWriter:
+    """Plans of fixed-shape steps: one packet each, and a record for the requests they admit.
+
+    Everything is written to host memory first. An entry of the ring is written again only when
+    the step that used it has been waited for, so no copy can read what a later step wrote.
+    """
+
+    def __init__(self, slots: Slots, pages: Pages, ring: Ring, layout: PacketLayout) -> None:
+        self._slots = slots
+        self._pages = pages
+        self._layout = layout
+        self._packet_EP = ring.packet_EP.numpy()
+        self._tensors = AdmitTensors(
+            slots.fields_FS, slots.ids_SE, slots.tokens_SL, slots.drafts_SK, pages.table_SP
+        )
+        self._is_pinned = ring.packet_EP.is_pinned()
+        self._records: list[Tensor] = [self._host(1 << 14) for _ in range(len(self._packet_EP))]
+        self._record_W = torch.empty(1 << 14, dtype=torch.int32, device=slots.device)
+
+    def write(self, entry: int, plan: StepPlan, row_start_B: Any, draft_start_B: Any) -> None:
+        """The packet of a step, for the kernel that begins it."""
+        layout, words = self._layout, self._packet_EP[entry]
+        count, appends = plan.num_rows, plan.page_appends
+        num_appends = 0 if appends is None else len(appends.slot)
+        assert count <= layout.max_rows, f"{count} rows in a packet for {layout.max_rows}"
+        assert num_appends <= layout.max_appends, f"{num_appends} page appends in one step"
+        words[: layout.NUM_APPENDS + 1] = plan.step, count, num_appends
+        words[layout.slot : layout.slot + count] = plan.slot_B
+        words[layout.planned : layout.planned + count] = plan.query_len_B
+        words[layout.samples : layout.samples + count] = plan.samples_B
+        words[layout.row_start : layout.row_start + count] = row_start_B
+        words[layout.draft_start : layout.draft_start + count] = draft_start_B
+        if appends is not None:
+            words[layout.append_slot : layout.append_slot + num_appends] = appends.slot
+            words[layout.append_index : layout.append_index + num_appends] = appends.index
+            words[layout.append_page : layout.append_page + num_appends] = appends.page
+
+    def write_empty(self, entry: int) -> None:
+        """A step without rows: to warm up, to capture, to set the clock."""
+        self._packet_EP[entry, : self._layout.NUM_APPENDS + 1] = 0
+
+    def admit(self, entry: int, admissions: Sequence[tuple[SlotInit, SlotRow]]) -> None:
+        """Requests take their slots, in stream order: one copy, one kernel."""
+        if not admissions:
+            return
+        packed = [_admission(init, row) for init, row in admissions]
+        record = pack_admissions(AdmitRecord.of(self._tensors), packed)
+        rare, num_words = [], len(record)
+        for init, row in admissions:
+            for name in _RARE:
+                if name in row:
+                    values = np.ascontiguousarray(row[name]).view(np.int32).reshape(-1)
+                    rare.append((name, init.slot, num_words, values))
+                    num_words += len(values)
+        host_W = self._reserve(entry, num_words)
+        view = host_W.numpy()
+        view[: len(record)] = record
+        for _, _, offset, values in rare:
+            view[offset : offset + len(values)] = values
+        record_W = self._record_W[:num_words]
+        record_W.copy_(host_W[:num_words], non_blocking=True)
+        admit(record_W, len(admissions), self._tensors)
+        for name, slot, offset, values in rare:
+            row_E = getattr(self._slots, name)[slot].view(-1)
+            row_E.copy_(record_W[offset : offset + len(values)].view(row_E.dtype))
+
+    def _reserve(self, entry: int, num_words: int) -> Tensor:
+        size = 1 << (num_words - 1).bit_length()
+        if len(self._records[entry]) < num_words:
+            self._records[entry] = self._host(size)
+        if len(self._record_W) < num_words:
+            # The old one may still be read by steps in flight: the allocator keeps stream order.
+            self._record_W = torch.empty(size, dtype=torch.int32, device=self._record_W.device)
+        return self._records[entry]
+
+    def _host(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=self._is_pinned)
+
+
+def _admission(init: SlotInit, row: SlotRow) -> Admission:
+    """What a request brings, in the order of `FIELDS` and of the columns of `ids_SE`."""
+    num_tokens = len(init.tokens)
+    values = {
+        **DEFAULTS,
+        **row,
+        "num_tokens_S": num_tokens,
+        "num_computed_S": init.num_cached,
+        "prompt_len_S": init.prompt_len,
+        "prefill_len_S": num_tokens,
+        "max_len_S": init.max_len,
+    }
+    fields_F = np.empty(len(FIELDS), np.int32)
+    num_ints = len(INT_FIELDS)
+    fields_F[:num_ints] = [values.get(name, 0) for name in INT_FIELDS]
+    fields_F[num_ints:].view(np.float32)[:] = [values.get(name, 0.0) for name in FLOAT_FIELDS]
+    ids_E = np.concatenate([row["seed_S2"], row["eos_ids_SE"], row["stop_ids_SE"]])
+    return Admission(init.slot, fields_F, ids_E.astype(np.int32), init.tokens, init.pages)

@@ -1,0 +1,58 @@
+"""A draft model drafts what it would say alone after the committed tokens, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.drafters.recording import LLAMA_LIMIT, Recording, recorded
+from tests.e2e.engines import draft_model
+from tests.e2e.ladder import PROMPTS, Workshop
+from tests.e2e.loop import request
+
+Check = Callable[[Recording], None]
+
+
+@pytest.fixture(scope="module")
+def check(workshop: Workshop) -> Check:
+    """Compares every recorded draft with greedy decoding of the draft model alone."""
+    import transformers
+
+    folder = workshop.draft_folder("llama")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def drafts(tokens: list[int], k: int) -> list[int]:
+        ids = list(tokens)
+        with torch.no_grad():
+            while len(ids) < len(tokens) + k:
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(tokens) :]
+
+    return lambda recording: recording.compare(drafts, LLAMA_LIMIT)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_drafts_equal_greedy_decoding_of_the_draft_model(
+    workshop: Workshop, check: Check, k: int
+) -> None:
+    with recorded(workshop, draft_model(workshop, k), max_num_batched_tokens=17) as seen:
+        seen.run([request(i, p, max_tokens=10) for i, p in enumerate(PROMPTS)])
+        check(seen)
+
+
+@pytest.mark.parametrize("ending", [{"max_tokens": 1}, {"stop_token_ids": list(range(3, 27))}])
+def test_pages_of_a_request_that_just_ended_hold_its_last_drafter_rows(
+    workshop: Workshop, check: Check, ending: dict[str, Any]
+) -> None:
+    """It ends in prefill, or inside a window: the step that ends it still runs the first pass."""
+    with recorded(workshop, draft_model(workshop, 2), max_num_seqs=1, block_size=1) as seen:
+        for uid, prompt in enumerate((PROMPTS[4], PROMPTS[11])):
+            seen.run([request(uid, prompt, **ending)])
+            said = [*prompt, *seen.published[uid]]
+            seen.run([request(10 + uid, [*said, 7], ignore_eos=True, max_tokens=6)])
+        hits = seen.engine.scheduler.stats()["prefix_cache_hit_tokens"]
+        check(seen)
+    assert hits == sum(len(s) - 1 for s in seen.sequences()[::2])

@@ -1,0 +1,89 @@
+"""Fixed-shape steps (what CUDA captures) on CPU tensors: the same tokens, feature by feature.
+
+The kernels' torch references stand in for the GPU's; layouts, packets, the ring and the drafters'
+passes are the ones that a GPU runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SamplingParams
+from paceline.config import EngineConfig
+from paceline.runner import startup
+from paceline.runner.finding import Progress
+from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.step import Runner
+from tests.e2e.engines import NGRAM, draft_model, run, tokens
+from tests.e2e.ladder import AXES, PROMPTS, Rung, Workshop, pairwise
+from tests.e2e.test_ladder import check
+
+
+def build_on_cpu(config: EngineConfig, progress: Progress) -> Runner:
+    return build_fixed_runner(config, progress, torch.device("cpu"))
+
+
+@pytest.fixture
+def _fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From here on every engine of this process runs fixed-shape steps."""
+    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    yield
+
+
+FIXED_AXES = {**AXES, "family": ("llama", "qwen2", "qwen3"), "k": (1, 3, 7)}
+
+
+@pytest.mark.usefixtures("_fixed")
+@pytest.mark.parametrize("rung", pairwise(FIXED_AXES), ids=str)
+def test_greedy_tokens_equal_the_reference_with_fixed_shapes(
+    rung: Rung, workshop: Workshop
+) -> None:
+    check(rung, workshop)
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.1, "top_p": 0.8, "top_k": 20, "seed": 4},
+    {"temperature": 0.7, "min_p": 0.1, "seed": 5, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "seed": 6, "logit_bias": {5: 3.0, 9: -2.0}, "min_tokens": 12},
+    {"temperature": 0.0, "logprobs": 4, "prompt_logprobs": 2},
+    {"temperature": 0.6, "seed": 7, "allowed_token_ids": list(range(3, 60)), "logprobs": 1},
+    {"temperature": 1.0, "seed": 8, "stop_token_ids": [11, 12, 13]},
+]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "sampled drafts"])
+def test_every_sampling_feature_gives_the_tokens_of_the_cpu_path(
+    drafter: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {
+        "none": lambda: None,
+        "ngram": lambda: NGRAM,
+        "draft_model": lambda: draft_model(workshop, 3),
+        "sampled drafts": lambda: draft_model(workshop, 3, draft_sample_method="probabilistic"),
+    }[drafter]()
+    params = [SamplingParams(max_tokens=24, detokenize=False, **p) for p in PARAMS]
+    prompts = PROMPTS[2 : 2 + len(params)]
+    wanted = run(workshop, prompts, params, spec)
+    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    found = run(workshop, prompts, params, spec)
+    assert tokens(found) == tokens(wanted)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.outputs[0].finish_reason == want.outputs[0].finish_reason
+        assert_same_logprobs(got.outputs[0].logprobs, want.outputs[0].logprobs)
+        assert_same_logprobs(got.prompt_logprobs, want.prompt_logprobs)
+
+
+def assert_same_logprobs(got: Any, want: Any) -> None:
+    assert (got is None) == (want is None)
+    for one, other in zip(got or (), want or (), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert {k: v.rank for k, v in one.items()} == {k: v.rank for k, v in other.items()}
+            values = [v.logprob for v in one.values()], [v.logprob for v in other.values()]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)

@@ -1,0 +1,80 @@
+"""Every plan has a fixed shape that holds it, and few shapes serve all plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.kernels.step_rows import StepShape
+from paceline.runner.shapes import Buckets, draft_starts, is_uniform, row_starts
+from paceline.step import StepPlan
+
+
+def plan(k_B: list[int], chunks: list[tuple[int, bool]], k: int | None = None) -> StepPlan:
+    """Decoding rows with k drafts each, then chunks of (length, samples)."""
+    rows = len(k_B) + len(chunks)
+    lengths = [x + 1 for x in k_B] + [length for length, _ in chunks]
+    return StepPlan(
+        step=1,
+        k=max(k_B, default=0) if k is None else k,
+        uid_B=np.arange(rows, dtype=np.int64),
+        slot_B=np.arange(rows, dtype=np.int32),
+        query_len_B=np.array(lengths, np.int32),
+        k_B=np.array(k_B + [0] * len(chunks), np.int32),
+        samples_B=np.array([True] * len(k_B) + [samples for _, samples in chunks]),
+        length_bound_B=np.full(rows, 9, np.int32),
+    )
+
+
+BUCKETS = Buckets.of(max_rows=64, max_tokens=512, max_k=3)
+
+
+@pytest.mark.trap("D8")
+@pytest.mark.parametrize("num_rows", range(1, 65))
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
+    shape = BUCKETS.shape_of(plan([k] * num_rows, []))
+    assert shape.is_uniform
+    assert BUCKETS.is_captured(shape)
+    assert shape.rows >= num_rows
+    assert shape.k >= k
+    assert shape.tokens == shape.rows * shape.width
+    assert shape in set(BUCKETS.decode_shapes(shape.k))
+
+
+def test_a_step_without_drafts_pays_for_none() -> None:
+    assert BUCKETS.shape_of(plan([0, 0], [])) == StepShape(2, 2, 0, True)
+
+
+def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
+    mixed = plan([3, 1], [(40, False), (7, True)])
+    shape = BUCKETS.shape_of(mixed)
+    assert not is_uniform(mixed)
+    assert shape == StepShape(4, 64, 3, False)
+    assert row_starts(mixed, shape).tolist() == [0, 4, 6, 46]
+    # Two tokens to decode, a chunk as it is, a last chunk with its sample.
+    assert draft_starts(mixed, shape).tolist() == [0, 2, 4, 44]
+
+
+def test_a_chunk_of_one_token_is_a_decoding_row() -> None:
+    assert is_uniform(plan([2], [(1, True)]))
+
+
+def test_uniform_rows_are_as_far_apart_as_the_tier_is_wide() -> None:
+    uniform = plan([1, 0, 3], [])
+    shape = BUCKETS.shape_of(uniform)
+    assert row_starts(uniform, shape).tolist() == [0, 4, 8]
+    assert draft_starts(uniform, shape).tolist() == [0, 2, 4]
+
+
+def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:
+    buckets = Buckets.of(max_rows=8, max_tokens=8192, max_k=0)
+    shape = buckets.shape_of(plan([], [(5000, True)]))
+    assert shape.tokens == 5056
+    assert not buckets.is_captured(shape)
+
+
+def test_the_largest_bucket_is_what_the_engine_may_plan() -> None:
+    assert BUCKETS.mixed_tokens[-1] == 512
+    assert BUCKETS.rows[-1] == 64
+    assert BUCKETS.is_captured(BUCKETS.shape_of(plan([], [(512, True)])))
