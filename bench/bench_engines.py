@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.graph_check import NUM_PROMPTS, PROMPT_TOKENS, GraphCheck
 from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
-from paceline.commands.report import machine, package_version, step_times
+from paceline.commands.report import machine, package_version, resolved, step_times
 
 NUM_DRAFTS, TOKENS_PER_STEP = 3, 2.5
 SYNTHETIC = {
@@ -181,7 +181,7 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
         record |= bandwidth(case, record["tpot_ms"], bench.tokens_per_step)
         record["steps"] = bench.steps
         print_steps(bench.steps, record.get("bandwidth_share"))
-    return record | {"keywords": asked} | resolved(llm)
+    return record | {"keywords": asked} | asked_of(llm)
 
 
 def eager_answers(engine: Any, case: Case, asked: dict[str, Any]) -> GraphCheck:
@@ -308,12 +308,12 @@ def print_steps(steps: dict[int, dict[str, Any]], share: dict[int, float] | None
             )
 
 
-def resolved(llm: Any) -> dict[str, Any]:
+def asked_of(llm: Any) -> dict[str, Any]:
     """What the engine made of the keywords, where it can be asked."""
     client = getattr(llm, "_client", None)
     if client is None:
         return {}
-    return {"config": client.config.flat(), "runner": asdict(client.info)}
+    return {"config": resolved(client.config, client.info), "runner": asdict(client.info)}
 
 
 def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]:

@@ -86,19 +86,25 @@ class Operands:
         rotation = torch.polar(torch.ones_like(angle), angle)
         self.places = HeadPlaces(rotation, key, torch.zeros_like(key), slot)
 
-    def run(self, ops: Any, product: Product, **tile: Any) -> list[Tensor]:
-        """Call the product in `ops` (kernels/gemv or its twin); everything that it wrote."""
+    def run(self, ops: Any, product: Product, **tile: Any) -> Any:
+        """Call the product in `ops`: kernels/gemv or its twin."""
         end = self.shape.end
         if end == "plain":
-            return [ops.linear(self.x, product, **tile)]
+            return ops.linear(self.x, product, **tile)
         if end == "gated":
-            return [ops.norm_linear_silu(self.rows, product, **tile)]
+            return ops.norm_linear_silu(self.rows, product, **tile)
         if end == "heads":
-            out = ops.norm_linear_heads(self.rows, product, self.places, **tile)
+            return ops.norm_linear_heads(self.rows, product, self.places, **tile)
+        return ops.linear_add(self.x, product, self.residual, self.norm, EPS, **tile)
+
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Everything that a call wrote."""
+        if self.shape.end == "heads":
             num_q = self.shape.n - 2 * self.shape.num_kv * self.shape.head
-            return [out[:, :num_q], self.places.key_NSH, self.places.value_NSH]
-        rows = ops.linear_add(self.x, product, self.residual, self.norm, EPS, **tile)
-        return [self.residual, rows.x_TD, rows.squares_TP.sum(1)]
+            return [result[:, :num_q], self.places.key_NSH, self.places.value_NSH]
+        if self.shape.end == "added":
+            return [self.residual, result.x_TD, result.squares_TP.sum(1)]
+        return [result]
 
 
 def timed(call: Callable[[int], Any], calls: int) -> float:
@@ -109,9 +115,11 @@ def timed(call: Callable[[int], Any], calls: int) -> float:
         call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.stream(stream):  # torch.cuda.graph would also empty torch's cache each time
+        graph.capture_begin()
         for i in range(calls):
             call(i)
+        graph.capture_end()
     graph.replay()
     best = float("inf")
     for _ in range(3):
@@ -125,11 +133,16 @@ def timed(call: Callable[[int], Any], calls: int) -> float:
     return best
 
 
-def error_of(shape: Shape, rows: int, product: Product, tile: Tile) -> float:
-    """Largest relative error of what the product writes, against the reference in fp32."""
-    dtype = product.weight_NK.dtype
-    wanted = Operands(shape, rows, "cuda", dtype).run(gemv, product)
-    found = Operands(shape, rows, "cuda", dtype).run(gemv_triton, product, tile=tile)
+def wanted_of(shape: Shape, rows: int, product: Product) -> list[Tensor]:
+    """What the reference writes, from fp32 sums."""
+    operands = Operands(shape, rows, "cuda", product.weight_NK.dtype)
+    return operands.outputs(operands.run(gemv, product))
+
+
+def error_of(wanted: list[Tensor], shape: Shape, rows: int, product: Product, tile: Tile) -> float:
+    """Largest relative error of what the product writes."""
+    operands = Operands(shape, rows, "cuda", product.weight_NK.dtype)
+    found = operands.outputs(operands.run(gemv_triton, product, tile=tile))
     pairs = [(x.float(), y.float()) for x, y in zip(wanted, found, strict=True)]
     return max(float((x - y).norm() / x.norm()) for x, y in pairs)
 
@@ -148,10 +161,11 @@ def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, A
             return Product(weights[i % len(weights)], None)
 
         x = operands.x
+        wanted = wanted_of(shape, rows, product(0))
         yield rows, "cublas", None, timed(lambda i: torch_linear(x, product(i).weight_NK), calls)  # noqa: B023
         for tile in candidates(shape.end, shape.n, shape.k, rows):
             try:
-                wrong = error_of(shape, rows, product(0), tile)
+                wrong = error_of(wanted, shape, rows, product(0), tile)
                 if not wrong < TOLERANCE:
                     print(f"WRONG {shape} {rows} {tuple(tile)}: relative error {wrong:.2g}")
                 took = timed(
@@ -214,11 +228,11 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(found))
     if options.write:
-        write_table(found)
-        gemv_table.pick_tile.cache_clear()
-        gemv_table._table.cache_clear()
+        fill_table(found)
     for name in options.models.split(","):
-        time_stacks(name, rows_list)
+        time_stacks(name, rows_list, found if options.write else [])
+    if options.write:
+        gemv_table.FILE.write_text(json.dumps(gemv_table._table(), indent=1) + "\n")
 
 
 def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
@@ -238,7 +252,7 @@ def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
             print(line)
 
 
-def time_stacks(name: str, rows_list: list[int]) -> None:
+def time_stacks(name: str, rows_list: list[int], found: list[Any]) -> None:
     """Products and norms of all layers, attention left out, µs: ours, ours in turn, cuBLAS."""
     from bench.gemm_stack import Stack
 
@@ -246,18 +260,34 @@ def time_stacks(name: str, rows_list: list[int]) -> None:
     count = len(stack.layers)
     for rows in rows_list:
         residual, rotation, inputs = stack.inputs(rows)
-        copies = [residual.clone() for _ in range(2)]
-        shares = [
-            stack.run(x, rotation, inputs, y) for x, y in zip(copies, (True, False), strict=True)
-        ]
-        sums = [x + y for x, y in zip(copies, shares, strict=True)]
-        wrong = float((sums[0] - sums[1]).norm() / sums[1].norm())
-        line = f"{name} {rows:4} rows, {count} layers: relative difference {wrong:.1e}"
+        if found and rows in gemv_table.BUCKETS:
+            tune(stack, name, rows, found)
+        line = f"{name} {rows:4} rows, {count} layers: difference {stack.difference(rows):.1e}"
         for title, is_fused, is_dependent in VARIANTS:
             with launched(is_dependent):
                 took = timed(lambda _: stack.run(residual, rotation, inputs, is_fused), 1)  # noqa: B023
             line += f" | {title} {took:8.1f} ({took / count:6.2f} a layer)"
         print(line)
+
+
+def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 4) -> None:
+    """Choose among the best tiles of each product by the time of the whole stack."""
+    residual, rotation, inputs = stack.inputs(rows)
+    known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
+    for shape in MODELS[name][:4]:
+        here = [x for x in found if x[:2] == (str(shape), rows)]
+        own = sorted((x for x in here if x[2] == "own"), key=lambda x: x[4])
+        tried = []
+        for choice in [x[3] for x in own[:best_of]] + ["cublas"]:
+            known.setdefault(str(shape), {})[str(rows)] = choice
+            stack.forget()
+            took = timed(lambda _: stack.run(residual, rotation, inputs, True), 1)
+            tried.append((took, choice))
+        tried.sort(key=lambda x: x[0])
+        known[str(shape)][str(rows)] = tried[0][1]
+        stack.forget()
+        shown = [f"{x:.0f} {'cublas' if y == 'cublas' else _short(y)}" for x, y in tried]
+        print(f"   {rows} {shape}: {', '.join(shown)}")
 
 
 VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, True))
@@ -266,17 +296,13 @@ VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, T
 @contextmanager
 def launched(is_dependent: bool) -> Iterator[None]:
     """Without dependent launches, if asked: each kernel begins when the one in front has ended."""
-    launch = gemv_triton._dependent
-
-    def in_turn(num_warps: int, is_dependent: bool = True) -> dict[str, Any]:
-        return launch(num_warps, False)
-
+    launch = gemv_triton._launch
     if not is_dependent:
-        gemv_triton._dependent = in_turn
+        gemv_triton._launch = lambda num_warps, _: launch(num_warps, False)
     try:
         yield
     finally:
-        gemv_triton._dependent = launch
+        gemv_triton._launch = launch
 
 
 def _short(tile: Tile) -> str:
@@ -284,17 +310,15 @@ def _short(tile: Tile) -> str:
     return f"{tile.kind}{tile.block_t}.{tile.block_n}.{tile.block_k}.{rest}"
 
 
-def write_table(found: list[tuple[str, int, str, Any, float]]) -> None:
+def fill_table(found: list[tuple[str, int, str, Any, float]]) -> None:
     """The fastest of each bucket, measured at its largest row count."""
-    path = Path(gemv_table.__file__).with_name("gemv_table.json")
-    table = json.loads(path.read_text()) if path.exists() else {}
-    known = table.setdefault(torch.cuda.get_device_name(), {})
+    known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
     for shape, rows, _, _, _ in found:
         if rows in gemv_table.BUCKETS:
             here = [x for x in found if x[:2] == (shape, rows)]
             best = min(here, key=lambda x: x[4])
             known.setdefault(shape, {})[str(rows)] = "cublas" if best[2] == "cublas" else best[3]
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    gemv_table.pick_tile.cache_clear()
 
 
 if __name__ == "__main__":

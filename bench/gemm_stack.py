@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels import activation_triton, norm_triton, rope_triton
+from paceline.kernels import activation_triton, gemv_table, norm_triton, rope_triton
 from paceline.kernels.dispatch import Kernels
 from paceline.layers.linear import CudaLinear
 from paceline.models.decoder import DecoderLayer, ForwardInputs
@@ -25,10 +25,15 @@ SPECS = {
 
 
 def no_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
-    """No kernel at all: some contiguous numbers of the right shape."""
+    """No kernel at all: some contiguous numbers of the right shape, undefined ones among them."""
     rows, width = qkv_TD.shape
     num_q = width - 2 * key.shape[0] * key.shape[2]
     return qkv_TD.view(-1)[: rows * num_q].view(rows, num_q)
+
+
+def query_as_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
+    """The queries: defined everywhere."""
+    return qkv_TD[:, : qkv_TD.shape[1] - 2 * key.shape[0] * key.shape[2]].contiguous()
 
 
 KERNELS = Kernels(
@@ -75,6 +80,22 @@ class Stack:
             finally:
                 self.fused._own = own
         return self.fused(residual_TD, rotation_TH, inputs, self.pages)
+
+    def difference(self, rows: int) -> float:
+        """Relative, between the fused layers and the chain of plain ones."""
+        residual, rotation, inputs = self.inputs(rows)
+        sums = []
+        self.fused._kernels = KERNELS._replace(paged_attention=query_as_attention)
+        for is_fused in (True, False):
+            copy = residual.clone()
+            sums.append(self.run(copy, rotation, inputs, is_fused) + copy)
+        self.fused._kernels = KERNELS
+        return float((sums[0] - sums[1]).norm() / sums[1].norm())
+
+    def forget(self) -> None:
+        """The table has changed."""
+        gemv_table.pick_tile.cache_clear()
+        self.fused._own.cache_clear()
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, ForwardInputs]:
         torch.manual_seed(rows)

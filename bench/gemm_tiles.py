@@ -15,71 +15,78 @@ from paceline.kernels.gemv_table import Tile
 
 def candidates(end: str, n: int, k: int, rows: int) -> Iterator[Tile]:
     """Tiles worth a try for `rows` rows of an n x k weight."""
-    is_small = k < 2048 and n < 16384
-    width = 1 << (k - 1).bit_length()
-    if rows <= 4:
-        block_t = 1 if rows == 1 else 4
-        yield from _fma(block_t, n, width, is_small)
+    is_small = k < 2048
+    if rows == 1 or (rows <= 4 and is_small and n < 16384):
+        yield from _fma(1 if rows == 1 else 4, n, k)
     if rows > 1 or not is_small:
-        yield from _dot(rows, n, k, is_small)
+        yield from _mma(n, k, rows)
+    if rows > 16:
+        yield from _dot(n, k, rows)
 
 
-def _fma(block_t: int, n: int, width: int, is_small: bool) -> Iterator[Tile]:
-    if is_small:
-        for block_n, warps in ((2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (4, 4)):
+def _fma(block_t: int, n: int, k: int) -> Iterator[Tile]:
+    width = 1 << (k - 1).bit_length()
+    if n < 16384 and k < 2048:
+        for block_n, warps in ((2, 1), (4, 1), (4, 2), (8, 2)):
             yield Tile("fma", block_t, block_n, width, warps, 1)
-    elif width <= 1024:  # a vocabulary of a small model
-        for block_n, warps in ((8, 2), (16, 4), (8, 4), (32, 4), (16, 2)):
+    elif k < 2048:  # a vocabulary of a small model
+        for block_n, warps in ((8, 2), (8, 4), (16, 4), (4, 1)):
             yield Tile("fma", block_t, block_n, width, warps, 1)
     else:
         for block_n, block_k, warps, depth in (
             (4, 1024, 4, 2),
-            (8, 1024, 4, 1),
-            (8, 1024, 4, 2),
-            (8, 2048, 8, 1),
             (4, 2048, 4, 1),
+            (4, 4096, 8, 1),
+            (4, 1024, 4, 3),
+            (8, 2048, 8, 1),
             (8, 512, 2, 2),
-            (16, 512, 4, 2),
+            (2, 4096, 4, 1),
         ):
-            if block_t == 1 or block_n <= 8:
-                yield Tile("fma", block_t, block_n, block_k, warps, depth)
+            yield Tile("fma", block_t, block_n, block_k, warps, depth)
 
 
-def _dot(rows: int, n: int, k: int, is_small: bool) -> Iterator[Tile]:
-    block_t = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if is_small:
-        for block_n, warps, depth in ((16, 4, 4), (16, 2, 4), (32, 4, 4), (16, 4, 9), (64, 4, 4)):
-            yield Tile("dot", block_t, block_n, 64, warps, depth, 1, k)
-            if rows > 16 and block_n >= 32:
-                yield Tile("dot", 16, block_n, 64, warps, depth, 1, k)
-        return
-    if block_t == 16:
-        cuts = (
-            (16, 256, 4, 4, 1),
-            (32, 128, 4, 5, 1),
-            (32, 256, 4, 4, 1),
-            (64, 128, 4, 5, 1),
-            (64, 256, 8, 4, 1),
-            (32, 256, 4, 4, 2),
-            (64, 128, 4, 5, 2),
-        )
+def _mma(n: int, k: int, rows: int) -> Iterator[Tile]:
+    """(outputs, warps, chunks in flight, splits) for each number of padded rows."""
+    block_t = max(8, min(64, 1 << (rows - 1).bit_length()))
+    if k < 2048:
+        cuts = {
+            8: ((16, 1, 6, 1), (16, 2, 9, 1), (16, 4, 6, 1), (32, 2, 4, 1), (32, 4, 3, 1)),
+            16: ((16, 1, 6, 1), (16, 2, 6, 1), (16, 4, 4, 1), (32, 2, 4, 1), (32, 4, 3, 1)),
+            32: ((16, 2, 4, 1), (16, 4, 3, 1), (32, 2, 3, 1), (32, 4, 2, 1)),
+            64: ((16, 2, 2, 1), (16, 4, 2, 1), (32, 4, 1, 1)),
+        }[block_t]
     else:
-        cuts = (
-            (64, 128, 4, 4, 1),
-            (128, 64, 4, 5, 1),
-            (128, 128, 8, 3, 1),
-            (64, 128, 4, 4, 2),
-            (128, 64, 4, 5, 2),
-            (128, 128, 8, 3, 4),
-            (128, 64, 8, 5, 4),
-            (256, 64, 8, 4, 1),
-        )
-    for block_n, block_k, warps, depth, splits in cuts:
-        if k < 2048:
-            block_k, depth = 64, 4
-        if k % (block_k * splits) or (splits > 1 and n > 16384):
-            continue
-        yield Tile("dot", block_t, block_n, block_k, warps, depth, splits, 512)
+        cuts = {
+            8: ((16, 4, 4, 1), (16, 8, 4, 1), (16, 8, 2, 1), (32, 4, 3, 1), (32, 8, 2, 1)),
+            16: ((16, 4, 4, 1), (16, 8, 3, 1), (32, 4, 3, 1), (32, 8, 2, 1), (32, 4, 2, 2)),
+            32: ((16, 8, 2, 1), (32, 4, 2, 1), (32, 8, 2, 1), (32, 4, 2, 2)),
+            64: ((16, 8, 1, 1), (32, 4, 1, 1), (32, 4, 1, 2)),
+        }[block_t]
+    for block_n, warps, depth, splits in cuts:
+        if splits == 1 or n < 16384:
+            yield Tile("mma", block_t, block_n, 32, warps, depth, splits)
+    if block_t > 16 and k < 2048:
+        yield Tile("mma", 16, 32, 32, 2, 4)
+        yield Tile("mma", 16, 16, 32, 2, 6)
+
+
+def _dot(n: int, k: int, rows: int) -> Iterator[Tile]:
+    block_t = 32 if rows <= 32 else 64
+    if k < 2048:
+        for block_n, warps, depth in ((16, 4, 4), (32, 4, 4), (64, 4, 4), (128, 4, 3)):
+            yield Tile("dot", block_t, block_n, 64, warps, depth, 1, k)
+        return
+    for block_n, block_k, warps, depth, splits, ahead in (
+        (64, 128, 4, 4, 1, 512),
+        (64, 128, 4, 4, 2, 512),
+        (128, 64, 4, 5, 1, 512),
+        (128, 64, 4, 5, 1, 0),
+        (128, 64, 4, 5, 2, 512),
+        (128, 128, 8, 3, 4, 512),
+        (128, 64, 8, 6, 1, 256),
+    ):
+        if splits == 1 or n < 16384:
+            yield Tile("dot", block_t, block_n, block_k, warps, depth, splits, ahead)
 
 
 class _NoGpu:
@@ -113,7 +120,9 @@ class CompileOnly:
 
     def __enter__(self) -> Self:
         driver.set_active(_NoGpu())
-        self._kernels = {x: getattr(gemv_triton, x) for x in ("_fma_kernel", "_mma_kernel", "_dot_kernel")}
+        self._kernels = {
+            x: getattr(gemv_triton, x) for x in ("_fma_kernel", "_mma_kernel", "_dot_kernel")
+        }
         for name, kernel in self._kernels.items():
             setattr(gemv_triton, name, _Warm(kernel))
         return self

@@ -87,6 +87,9 @@ class NullRunner:
         self.cpu_s += time.thread_time() - start_s
         return ReadyStep(result)
 
+    def use_spare_time(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -69,7 +69,7 @@ def attention_cell(
 
     def make(num_sets: int) -> list[Callable[[], Any]]:
         batch, num_slots = _batch(model, rows, width)
-        prepare(batch, num_entries)
+        prepare(batch, num_entries, model.num_kv)
         qkv_TD = torch.randn(num_entries, model.qkv_width, device=DEVICE).to(dtype)
         shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
         caches = torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
@@ -120,7 +120,7 @@ def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[Atten
 def prepare_cell(model: Model, num_rows: int, length: int) -> Cell:
     def make(num_sets: int) -> list[Callable[[], Any]]:
         batch, _ = _batch(model, [(1, length)] * num_rows, 1)
-        return [lambda: prepare(batch, num_rows)] * num_sets
+        return [lambda: prepare(batch, num_rows, model.num_kv)] * num_sets
 
     return Cell("prepare", f"{num_rows} at {length}", make, 0.0)
 

@@ -21,7 +21,7 @@ from typing import Any
 from bench.bench_engines import CASES, gpu, random_prompt, write_record
 from bench.model_configs import write_configs
 from paceline.commands.prompts import Prompt
-from paceline.commands.report import machine, spread, step_times
+from paceline.commands.report import machine, resolved, spread, step_times
 from paceline.commands.session import Answer, Session, open_session
 from paceline.config import EngineConfig
 from paceline.request import SamplingParams
@@ -140,6 +140,7 @@ def main() -> None:
             load = Load(session, args)
             load.measure(max(rates))  # warm: every size of step was seen
             found = [load.measure(rate) for rate in rates]
+            info = session.client.info
     columns = ("rate/s", "arrivals", "p50 ms", "p90 ms", "p99 ms", "max ms", "p50 x", "p99 x")
     print(" ".join(f"{name:>{8 if i == 0 else 9}}" for i, name in enumerate((*columns, "TTFT ms"))))
     for entry in found:
@@ -147,7 +148,9 @@ def main() -> None:
     if args.json is not None:
         about = {"bench": "mixed_tpot", "case": args.case, "running": args.running}
         about |= {"prompt": args.prompt, "gpu": gpu(), "machine": machine()}
-        write_record(args.json, {**about, "config": config.flat(), "runs": found}, Path(scratch))
+        write_record(
+            args.json, {**about, "config": resolved(config, info), "runs": found}, Path(scratch)
+        )
 
 
 if __name__ == "__main__":

@@ -77,6 +77,13 @@ class SchedulerConfig:
         )
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Most requests, and most tokens of a step; after `sized`."""
+        assert self.max_num_seqs is not None, "sized() comes first"
+        assert self.max_num_batched_tokens is not None, "sized() comes first"
+        return self.max_num_seqs, self.max_num_batched_tokens
+
+    @property
     def depth(self) -> int:
         if self.run_ahead is not None:
             return self.run_ahead
@@ -245,12 +252,12 @@ class EngineConfig:
         if d.device not in DEVICES:
             raise ConfigError(f"device is {d.device!r}; use one of {', '.join(DEVICES)}.")
         k = self.speculative.num_speculative_tokens if self.speculative else 0
-        sizes = s.max_num_seqs, s.max_num_batched_tokens
-        if None not in sizes and s.max_num_batched_tokens < s.max_num_seqs * (k + 1):
+        least = (s.max_num_seqs or 0) * (k + 1)
+        if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < least:
             raise ConfigError(
                 f"max_num_batched_tokens {s.max_num_batched_tokens} cannot hold max_num_seqs "
                 f"{s.max_num_seqs} rows of {k + 1} tokens; raise it to at least "
-                f"{s.max_num_seqs * (k + 1)} or lower --max-num-seqs."
+                f"{least} or lower --max-num-seqs."
             )
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(d, name) != 1:

@@ -37,7 +37,7 @@ def test_latency_gives_json_and_a_table(
     found = result(path)
     assert found["bench"] == "latency"
     assert found["model"] == "echo"
-    assert found["config"]["max_num_seqs"] == 64
+    assert found["config"]["max_num_seqs"] == 4
     assert found["machine"]["cores"] >= 1
     assert set(found["results"]["latency_ms"]) == {"mean", "p50", "p90", "p99"}
     assert found["results"]["output_tokens_per_s"] > 0

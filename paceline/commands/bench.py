@@ -16,6 +16,7 @@ from paceline.commands.report import (
     acceptance_rows,
     machine,
     publish,
+    resolved,
     spread,
     spread_rows,
     step_rows,
@@ -50,7 +51,7 @@ def run(args: Namespace) -> int:
         "model": info.model_name,
         "device": info.device,
         "dtype": info.dtype,
-        "config": config.flat(),
+        "config": resolved(config, info),
         "machine": machine(),
         "results": result,
     }

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config import EngineConfig
 from paceline.engine.messages import StepTimes
 from paceline.errors import ConfigError
+from paceline.step import RunnerInfo
 
 _PERCENTILES = (50, 90, 99)
 _PACKAGES = ("paceline", "torch", "numpy", "triton")
@@ -85,6 +87,16 @@ def step_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         device_ms, share = found["device_ms"]["p50"], found["host_share_of_device"]
         rows.append(("Host work, share of device work", f"p50 {share:.1%} of {device_ms:,.3f} ms"))
     return rows
+
+
+def resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
+    """The configuration as it was run: what nobody gave, the engine chose."""
+    return config.flat() | {
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.num_slots,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "num_gpu_blocks": info.num_pages,
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -19,14 +19,13 @@ _FOLD_LIMIT = 32
 
 
 class AttentionWork(NamedTuple):
-    """A pass's attention cut into pieces, on the device: made once, read by every layer."""
+    """A pass's attention cut into items, on the device: made once, read by every layer."""
 
-    split_E8: Tensor  # int32: spans of KV of rows with few queries
+    span_E8: Tensor  # int32: spans of KV of rows with few queries
     tile_E4: Tensor  # int32: query tiles of rows with many
     count_2: Tensor  # int32: how many there are of each
-    is_dead_T: Tensor  # int8: 1 where no row owns the entry
-    ticket_EN: Tensor  # int32: spans of a row and head that are done; 0 between layers
-    num_partials: int  # the first so many of split_E8 may need room for partial results
+    merge_T4: Tensor  # int32: which partial results make up an entry
+    num_partials: int  # so many of span_E8 at most have a partial result
 
 
 @dataclass(slots=True)

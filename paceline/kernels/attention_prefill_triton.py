@@ -33,6 +33,8 @@ def prefill_tiles(dtype: torch.dtype, padded_size: int) -> PrefillTiles:
         return PrefillTiles(16 if is_wide else 32, 16 if is_wide else 32, 4, num_stages=2)
     if padded_size > 128:
         return PrefillTiles(rows=64, block=64, num_warps=8, num_stages=2)
+    if padded_size <= 64:
+        return PrefillTiles(rows=64, block=64, num_warps=4, num_stages=3)
     return PrefillTiles(rows=128, block=64, num_warps=8, num_stages=3)
 
 
@@ -163,12 +165,12 @@ def _walk(  # noqa: PLR0913
 ):
     """Blocks of KV into the running softmax. Position 0 is in the first, and everybody sees it."""
     column = tl.arange(0, PADDED)
-    page = pages_at(table, begin, end, PAGE, BLOCK)
+    page = pages_at(table, begin + tl.arange(0, BLOCK), end, PAGE)
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
         # One block ahead, so that no load of keys waits for a load of pages.
-        page = pages_at(table, first + BLOCK, end, PAGE, BLOCK)
+        page = pages_at(table, at + BLOCK, end, PAGE)
         keys = _load_rows(key + offset, at < end, column < HEAD, IS_MASKED, HEAD, PADDED)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if IS_MASKED:

@@ -1,8 +1,9 @@
 """Paged attention for rows of few queries: decode tokens and verify windows.
 
 A work item is one KV head over one span of a row's KV; the queries of the row times the heads of
-the group are the rows of its tile. Who finishes a row's last span merges them all, in order of
-their positions: results do not depend on who that is, nor on anything outside the row.
+the group are the rows of its tile. KV is weighed in blocks of 64 positions, blocks are merged in
+order within stretches of 1,024, stretches are merged in order. A span is a block, a stretch or all
+there is, so whoever merges does the same: bits depend on nothing but the row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
-from paceline.kernels.attention_work_triton import MOST_KV_HEADS, SPAN, span_rows
+from paceline.kernels.attention_work_triton import BLOCK, STRETCH, span_rows
 
 LOG2_E = 1.4426950408889634
 
@@ -23,19 +24,17 @@ LOG2_E = 1.4426950408889634
 class SpanTiles(NamedTuple):
     """How the kernel is built and how much of the GPU it takes."""
 
-    block: int  # KV positions at once
     num_warps: int
     num_stages: int
     programs_per_sm: int
 
 
 def span_tiles(dtype: torch.dtype, padded_size: int) -> SpanTiles:
-    if dtype == torch.float32:  # no tensor cores: small tiles, for tests and tiny models
-        block = 32 if padded_size <= 128 else 16
-        return SpanTiles(block, num_warps=4, num_stages=2, programs_per_sm=2)
-    if padded_size > 128:
-        return SpanTiles(block=32, num_warps=4, num_stages=3, programs_per_sm=2)
-    return SpanTiles(block=64, num_warps=4, num_stages=3, programs_per_sm=2)
+    """By the shared memory that keys and values of a few blocks take."""
+    num_bytes = 2 * BLOCK * padded_size * dtype.itemsize
+    if num_bytes > 2**15:
+        return SpanTiles(4, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
+    return SpanTiles(4, num_stages=3, programs_per_sm=3)
 
 
 def attend_spans(
@@ -57,22 +56,30 @@ def attend_spans(
     shape = (work.num_partials, num_kv_heads, partial_rows)
     sums = torch.empty((*shape, head_size), dtype=torch.float32, device=qkv_TD.device)
     states = torch.empty((*shape, 2), dtype=torch.float32, device=qkv_TD.device)
-    _span_kernel[(num_programs(qkv_TD.device, tiles, len(work.split_E8) * num_kv_heads),)](
+    _span_kernel[(num_programs(qkv_TD.device, tiles, len(work.span_E8) * num_kv_heads),)](
         *(qkv_TD, key_NSH, value_NSH, out_TD, sums, states),
-        *(work.split_E8, work.count_2, work.is_dead_T, work.ticket_EN, batch.table_SP),
-        *(scale * LOG2_E, len(qkv_TD), qkv_TD.stride(0), key_NSH.stride(0)),
-        *(batch.table_SP.stride(0), partial_rows),
+        *(work.span_E8, work.count_2, batch.table_SP, scale * LOG2_E),
+        *(qkv_TD.stride(0), key_NSH.stride(0), batch.table_SP.stride(0), partial_rows),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD=head_size,
         PADDED=padded_size,
         PAGE=batch.page_size,
-        SPAN_LENGTH=SPAN,
         ROWS=rows,
-        BLOCK=tiles.block,
-        TICKETS=MOST_KV_HEADS,
+        SIZE=BLOCK,
+        STRETCH_SIZE=STRETCH,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+    )
+    _merge_kernel[(len(qkv_TD), num_kv_heads)](
+        *(out_TD, sums, states, work.merge_T4, partial_rows),
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD=head_size,
+        PADDED_GROUP=triton.next_power_of_2(group),
+        PADDED=padded_size,
+        BLOCKS=STRETCH // BLOCK,
+        num_warps=4,
     )
 
 
@@ -84,7 +91,7 @@ def num_programs(device: torch.device, tiles: SpanTiles, most_items: int) -> int
     return min(num_sms * tiles.programs_per_sm, most_items)
 
 
-@triton.jit(do_not_specialize=["num_entries", "partial_rows"])
+@triton.jit(do_not_specialize=["partial_rows"])
 def _span_kernel(  # noqa: PLR0913
     qkv_TD,
     key_NSH,
@@ -92,13 +99,10 @@ def _span_kernel(  # noqa: PLR0913
     out_TD,
     sums_ENRH,
     states_ENR2,
-    split_E8,
+    span_E8,
     count_2,
-    is_dead_T,
-    ticket_EN,
     table_SP,
     scale,
-    num_entries,
     qkv_stride,
     cache_stride,
     table_stride,
@@ -108,92 +112,61 @@ def _span_kernel(  # noqa: PLR0913
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-    SPAN_LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TICKETS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRETCH_SIZE: tl.constexpr,
 ):
     num_items = tl.load(count_2) * KV_HEADS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     # A program's next item is on its way while it works on one; the first may not exist.
-    record = _load_item(split_E8, tl.program_id(0) // KV_HEADS, True)
+    record = _load_item(span_E8, tl.program_id(0) // KV_HEADS, True)
     for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item, head = index // KV_HEADS, index % KV_HEADS
-        entry, num_queries, first_position, begin, end, slot, num_spans, first_item = record
+        head = index % KV_HEADS
+        entry, num_queries, first_position, begin, end, slot, partial = record
         after = index + tl.num_programs(0)
-        record = _load_item(split_E8, after // KV_HEADS, after < num_items)
+        record = _load_item(span_E8, after // KV_HEADS, after < num_items)
         entry = entry.to(tl.int64)
-        position = first_position + row // GROUP
         table = table_SP + slot.to(tl.int64) * table_stride
+        page = pages_at(table, begin + tl.arange(0, SIZE), end, PAGE)
         inside = (row < num_queries * GROUP)[:, None] & (column < HEAD)[None, :]
         # The heads of a group lie side by side in a query's entry.
         offset = head * GROUP * HEAD + (row % GROUP)[:, None] * HEAD + column[None, :]
         query_at = qkv_TD + (entry + row // GROUP)[:, None] * qkv_stride + offset
         query = tl.load(query_at, mask=inside, other=0.0)
-        key = key_NSH + cache_stride.to(tl.int64) * head
-        value = value_NSH + cache_stride.to(tl.int64) * head
-
-        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        result = tl.zeros((ROWS, PADDED), dtype=tl.float32)
-        # One span, except where a row's partial results found no room. (Triton 3.6 takes a lower
-        # bound that changes from item to item for a constant: so this loop begins at 0.)
-        for passed in range(0, end - begin, SPAN_LENGTH):
-            span = begin + passed
-            span_top, span_total, span_result = _attend_span(
-                query,
-                key,
-                value,
-                table,
-                position,
-                span,
-                tl.minimum(span + SPAN_LENGTH, end),
-                scale,
-                HEAD,
-                PADDED,
-                PAGE,
-                ROWS,
-                BLOCK,
-            )
-            top, total, result = _merge(top, total, result, span_top, span_total, span_result)
-
-        is_last = True
-        if num_spans > 1:
-            partial = (item * KV_HEADS + head) * partial_rows + row.to(tl.int64)
-            kept = row < num_queries * GROUP
-            tl.store(states_ENR2 + partial * 2, top, mask=kept)
-            tl.store(states_ENR2 + partial * 2 + 1, total, mask=kept)
-            tl.store(sums_ENRH + partial[:, None] * HEAD + column[None, :], result, mask=inside)
-            tl.debug_barrier()  # every thread's part is written before the ticket is drawn
-            ticket = ticket_EN + first_item * TICKETS + head
-            is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == num_spans - 1
-            if is_last:
-                tl.store(ticket, 0)
-                partial = (first_item * KV_HEADS + head) * partial_rows + row.to(tl.int64)
-                total, result = _merge_all(
-                    states_ENR2 + partial * 2,
-                    sums_ENRH + partial[:, None] * HEAD + column[None, :],
-                    kept,
-                    inside,
-                    num_spans,
-                    KV_HEADS * partial_rows,
-                    HEAD,
-                    ROWS,
-                    PADDED,
-                )
-        if is_last:
+        top, total, result = _walk(
+            query,
+            key_NSH + cache_stride.to(tl.int64) * head,
+            value_NSH + cache_stride.to(tl.int64) * head,
+            table,
+            page,
+            first_position + row // GROUP,
+            begin,
+            end,
+            scale,
+            HEAD,
+            PADDED,
+            PAGE,
+            ROWS,
+            SIZE,
+            STRETCH_SIZE,
+        )
+        if partial < 0:
+            out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
             # A query that sees no key at all gets 0; NaN stays.
             result /= tl.where(total == 0.0, 1.0, total)[:, None]
-            out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
             tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
-    _clear_dead(out_TD, is_dead_T, num_entries, KV_HEADS * GROUP * HEAD)
+        else:
+            place = (partial * KV_HEADS + head) * partial_rows + row.to(tl.int64)
+            tl.store(states_ENR2 + place * 2, top, mask=row < num_queries * GROUP)
+            tl.store(states_ENR2 + place * 2 + 1, total, mask=row < num_queries * GROUP)
+            tl.store(sums_ENRH + place[:, None] * HEAD + column[None, :], result, mask=inside)
 
 
 @triton.jit
-def _load_item(split_E8, item, exists):
-    """The eight words of a work item, as attention_work_triton writes them."""
-    at = split_E8 + item * 8
+def _load_item(span_E8, item, exists):
+    """The words of a work item, as attention_work_triton writes them."""
+    at = span_E8 + item * 8
     return (
         tl.load(at, mask=exists, other=0),
         tl.load(at + 1, mask=exists, other=0),
@@ -202,29 +175,12 @@ def _load_item(split_E8, item, exists):
         tl.load(at + 4, mask=exists, other=0),
         tl.load(at + 5, mask=exists, other=0),
         tl.load(at + 6, mask=exists, other=0),
-        tl.load(at + 7, mask=exists, other=0),
     )
 
 
 @triton.jit
-def _clear_dead(out_TD, is_dead_T, num_entries, WIDTH: tl.constexpr):
-    """Zeros for entries without an owner; the last programs, which have least to do, begin."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    for first in range(program * 16, num_entries, tl.num_programs(0) * 16):
-        entry = first + tl.arange(0, 16)
-        is_dead = tl.load(is_dead_T + entry, mask=entry < num_entries, other=0) != 0
-        if tl.max(is_dead.to(tl.int32)) > 0:
-            for start in range(0, WIDTH, 128):
-                column = start + tl.arange(0, 128)
-                out_at = out_TD + entry.to(tl.int64)[:, None] * WIDTH + column[None, :]
-                zeros = tl.zeros((16, 128), dtype=out_TD.dtype.element_ty)
-                tl.store(out_at, zeros, mask=is_dead[:, None] & (column < WIDTH)[None, :])
-
-
-@triton.jit
-def pages_at(table, begin, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of each position of a block. Where there is none, any other does: nobody looks."""
-    at = begin + tl.arange(0, BLOCK)
+def pages_at(table, at, end, PAGE: tl.constexpr):
+    """The pages of positions. Where there is none, any other does: nobody looks."""
     page = tl.load(table + at.to(tl.uint32) // PAGE, mask=at < end, other=0)
     return tl.maximum(page, 0)
 
@@ -236,11 +192,12 @@ def row_offsets(page, at, PAGE: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _attend_span(  # noqa: PLR0913
+def _walk(  # noqa: PLR0913
     query,
     key,
     value,
     table,
+    page,
     position,
     begin,
     end,
@@ -249,77 +206,143 @@ def _attend_span(  # noqa: PLR0913
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRETCH_SIZE: tl.constexpr,
 ):
-    """Highest score, sum of weights and weighted values of one span, by query row."""
+    """Highest score, sum of weights and weighted values of a span, by query row.
+
+    `page` holds the pages of the first block.
+    """
     column = tl.arange(0, PADDED)
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    result = tl.zeros((ROWS, PADDED), dtype=tl.float32)
-    page = pages_at(table, begin, end, PAGE, BLOCK)
-    for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        # What lies past the end may be NaN, which no weight of 0 takes away.
-        inside = (at < end)[:, None] & (column < HEAD)[None, :]
-        offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
-        # One block ahead, so that no load of keys waits for a load of pages.
-        page = pages_at(table, first + BLOCK, end, PAGE, BLOCK)
-        keys = tl.load(key + offset, mask=inside, other=0.0)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
-        score = tl.where(is_seen, score * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing yet
-        weight = tl.exp2(score - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(weight, 1)
-        values = tl.load(value + offset, mask=inside, other=0.0)
-        result *= keep[:, None]
-        result = tl.dot(weight.to(values.dtype), values, result, input_precision="ieee")
-        top = new_top
+    top, total, result = _nothing(ROWS, PADDED)
+    # Triton 3.6 takes a lower bound that an outer loop changes for a constant: begin at 0.
+    for passed in range(0, end - begin, STRETCH_SIZE):
+        stretch = begin + passed
+        run_top, run_total, run_result = _nothing(ROWS, PADDED)
+        for first in range(stretch, tl.minimum(stretch + STRETCH_SIZE, end), SIZE):
+            at = first + tl.arange(0, SIZE)
+            # What lies past the end may be NaN, which no weight of 0 takes away.
+            inside = (at < end)[:, None] & (column < HEAD)[None, :]
+            offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
+            # One block ahead, so that no load of keys waits for a load of pages.
+            page = pages_at(table, at + SIZE, end, PAGE)
+            keys = tl.load(key + offset, mask=inside, other=0.0)
+            score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+            is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
+            score = tl.where(is_seen, score * scale, float("-inf"))
+            block_top = tl.max(score, 1)
+            weight = tl.exp2(score - _base(block_top)[:, None])
+            block_total = tl.sum(weight, 1)
+            values = tl.load(value + offset, mask=inside, other=0.0)
+            block_result = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+            run_top, run_total, run_result = _merge(
+                run_top, run_total, run_result, block_top, block_total, block_result
+            )
+        top, total, result = _merge(top, total, result, run_top, run_total, run_result)
     return top, total, result
 
 
 @triton.jit
-def _merge(top, total, result, span_top, span_total, span_result):
-    """What was merged so far and one more span, always in this order."""
-    new_top = tl.maximum(top, span_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    keep, take = tl.exp2(top - base), tl.exp2(span_top - base)
-    total = total * keep + span_total * take
-    result = result * keep[:, None] + span_result * take[:, None]
-    return new_top, total, result
+def _nothing(ROWS: tl.constexpr, PADDED: tl.constexpr):
+    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    return top, tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS, PADDED), dtype=tl.float32)
 
 
 @triton.jit
-def _merge_all(  # noqa: PLR0913
+def _base(top):
+    """What to take off scores: not infinity where a row has seen nothing yet."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _merge(top, total, result, other_top, other_total, other_result):
+    """What was merged so far and what comes next, always in this order. Nothing changes no bit."""
+    new_top = tl.maximum(top, other_top)
+    base = _base(new_top)
+    keep, take = tl.exp2(top - base), tl.exp2(other_top - base)
+    total = total * keep + other_total * take
+    result = result * keep[:, None] + other_result * take[:, None]
+    return new_top, total, result
+
+
+@triton.jit(do_not_specialize=["partial_rows"])
+def _merge_kernel(  # noqa: PLR0913
+    out_TD,
+    sums_ENRH,
+    states_ENR2,
+    merge_T4,
+    partial_rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Partial results of one entry and KV head into its output; zeros where nobody owns it."""
+    entry, head = tl.program_id(0), tl.program_id(1)
+    merge_at = merge_T4 + entry * 4
+    num_spans = tl.load(merge_at + 1)
+    if num_spans == 0:
+        return
+    first, is_fine, first_row = tl.load(merge_at), tl.load(merge_at + 2), tl.load(merge_at + 3)
+    row = tl.arange(0, PADDED_GROUP)
+    column = tl.arange(0, PADDED)
+    inside = (row < GROUP)[:, None] & (column < HEAD)[None, :]
+    stride = KV_HEADS * partial_rows
+    place = first.to(tl.int64) * stride + head * partial_rows + first_row + row
+    state_at = states_ENR2 + place * 2
+    sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
+    top, total, result = _nothing(PADDED_GROUP, PADDED)
+    if is_fine == 0:
+        top, total, result = _merge_some(
+            state_at, sum_at, inside, num_spans, stride, GROUP, HEAD, PADDED_GROUP, PADDED
+        )
+    else:
+        for span in range(0, num_spans, BLOCKS):
+            run_top, run_total, run_result = _merge_some(
+                state_at + span * stride * 2,
+                sum_at + span * stride * HEAD,
+                inside,
+                tl.minimum(num_spans - span, BLOCKS),
+                stride,
+                GROUP,
+                HEAD,
+                PADDED_GROUP,
+                PADDED,
+            )
+            top, total, result = _merge(top, total, result, run_top, run_total, run_result)
+    result /= tl.where(total == 0.0, 1.0, total)[:, None]
+    width = KV_HEADS * GROUP * HEAD
+    out_at = out_TD + entry.to(tl.int64) * width + head * GROUP * HEAD
+    out_at += row[:, None] * HEAD + column[None, :]
+    tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_some(  # noqa: PLR0913
     state_at,
     sum_at,
-    kept,
     inside,
     num_spans,
     stride,
+    GROUP: tl.constexpr,
     HEAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """All spans of a row in order, four loads in flight at a time."""
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    result = tl.zeros((ROWS, PADDED), dtype=tl.float32)
-    for first in range(0, num_spans, 4):
-        for i in tl.static_range(4):
+    """Partial results one after the other, eight loads in flight at a time."""
+    top, total, result = _nothing(PADDED_GROUP, PADDED)
+    is_row = tl.arange(0, PADDED_GROUP) < GROUP
+    for first in range(0, num_spans, 8):
+        for i in tl.static_range(8):
             span = first + i
-            exists = kept & (span < num_spans)
-            # Others wrote these: read them where all multiprocessors meet.
+            exists = is_row & (span < num_spans)
             at = state_at + span * stride * 2
-            span_top = tl.load(at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-            span_total = tl.load(at + 1, mask=exists, other=0.0, cache_modifier=".cg")
-            span_result = tl.load(
-                sum_at + span * stride * HEAD,
-                mask=inside & (span < num_spans),
-                other=0.0,
-                cache_modifier=".cg",
+            other_top = tl.load(at, mask=exists, other=float("-inf"))
+            other_total = tl.load(at + 1, mask=exists, other=0.0)
+            other_result = tl.load(
+                sum_at + span * stride * HEAD, mask=inside & (span < num_spans), other=0.0
             )
-            top, total, result = _merge(top, total, result, span_top, span_total, span_result)
-    return total, result
+            top, total, result = _merge(top, total, result, other_top, other_total, other_result)
+    return top, total, result

@@ -11,15 +11,15 @@ from torch import Tensor
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.attention_prefill_triton import attend_tiles
 from paceline.kernels.attention_span_triton import attend_spans
-from paceline.kernels.attention_work_triton import MOST_KV_HEADS, SHORT, TILE_ROWS, make_work
+from paceline.kernels.attention_work_triton import SHORT, TILE_ROWS, make_work
 
 
-def prepare(batch: AttentionBatch, num_entries: int) -> None:
+def prepare(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
     """Once per pass, before its first layer and after the lengths are known on the device.
 
     Without it every layer does this for itself. A batch whose lengths change needs it again.
     """
-    batch.work = make_work(batch, num_entries)
+    batch.work = make_work(batch, num_entries, num_kv_heads)
 
 
 def paged_attention(
@@ -27,11 +27,12 @@ def paged_attention(
 ) -> Tensor:
     """Entries that no row owns get zeros. The scale is positive."""
     num_kv_heads, num_slots, head_size = key_NSH.shape
-    assert num_kv_heads <= MOST_KV_HEADS, f"{num_kv_heads} KV heads, at most {MOST_KV_HEADS}"
     assert batch.group_size <= TILE_ROWS, f"groups of {batch.group_size}, at most {TILE_ROWS}"
     assert num_slots * head_size < 2**31, "the offset of a slot within its head has 32 bits"
     num_entries = len(qkv_TD)
-    work = batch.work if batch.work is not None else make_work(batch, num_entries)
+    work = batch.work
+    if work is None:
+        work = make_work(batch, num_entries, num_kv_heads)
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
     attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
     if (batch.max_query_len or num_entries) > SHORT:

@@ -37,8 +37,8 @@ def own_rows(
     """The first pass of a stand-alone draft model, at the packet's `draft_start`.
 
     Decode and verify rows compute their last two committed tokens, which covers full acceptance
-    and else repeats a value; prefill rows the chunk, and what was sampled after it. Rows that are
-    done by now compute nothing. `last_B` is the entry of each row's last token, else 0.
+    and else repeats a value; prefill rows the chunk, and what was sampled after it. Rows that were
+    done before the step compute nothing. `last_B` is the entry of each row's last token, else 0.
     """
     if last_B.is_cuda:
         from paceline.kernels import draft_rows_triton
@@ -105,7 +105,8 @@ def own_rows_reference(
     slot_B = rows.batch.slot_B.long()
     end_B = state.num_tokens_S[slot_B]
     samples_B = rows.width_B > 0
-    is_live_B = (rows.batch.query_len_B > 0) & (state.done_S[slot_B] == 0)
+    # Also rows that this step ended: the prefix cache may keep their pages.
+    is_live_B = rows.batch.query_len_B > 0
     is_window_B = samples_B & (rows.num_tokens_B - rows.start_B == 1)
     start_B = (end_B - 2).clamp(min=0).where(is_window_B, rows.start_B)
     stop_B = end_B.where(samples_B, rows.start_B + rows.batch.query_len_B)

@@ -41,7 +41,7 @@ def own_rows(
     _own_kernel[(len(last_B),)](
         *(ring.packet_EP, ring.turn_1, rows.batch.slot_B, rows.batch.query_len_B),
         *(rows.start_B, rows.num_tokens_B, rows.width_B),
-        *(state.tokens_SL, state.num_tokens_S, state.done_S, state.table_SP),
+        *(state.tokens_SL, state.num_tokens_S, state.table_SP),
         *(batch.token_T, batch.position_T, batch.page_slot_T),
         *(batch.slot_B, batch.row_start_B, batch.query_len_B, batch.length_B, last_B),
         *(len(ring.packet_EP), ring.packet_EP.stride(0), layout.draft_start),
@@ -123,7 +123,6 @@ def _own_kernel(  # noqa: PLR0913
     step_width_B,
     tokens_SL,
     num_tokens_S,
-    done_S,
     table_SP,
     token_T,
     position_T,
@@ -152,7 +151,7 @@ def _own_kernel(  # noqa: PLR0913
     samples = tl.load(step_width_B + row) > 0
     is_window = samples & (tl.load(step_num_tokens_B + row) - start == 1)
     end = tl.load(num_tokens_S + slot)
-    is_live = (computed > 0) & (tl.load(done_S + slot) == 0)
+    is_live = computed > 0
     stop = tl.where(samples, end, start + computed)
     start = tl.where(is_window, tl.maximum(end - 2, 0), start)
     query_len = tl.where(is_live, stop - start, 0)

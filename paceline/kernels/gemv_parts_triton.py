@@ -31,6 +31,28 @@ def wait(cut):
 
 
 @triton.jit
+def zero_behind_loads(cut):
+    """Zero, of which the compiler only knows that it comes from a barrier behind all loads so far.
+
+    Sums that begin with it cannot be added up before those loads are on their way; otherwise the
+    compiler puts the first addition between two loads, and the second waits for the first.
+    """
+    if cut.IS_GPU:
+        count = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, 0, 0; bar.red.popc.u32 $0, 0, p; }",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        zero = count.to(tl.float32)
+    else:
+        zero = 0.0
+    return zero
+
+
+@triton.jit
 def weight_row(pid_n, cut):
     """Weight rows of a program; an up row follows its gate row. Past the end the last repeats."""
     j = tl.arange(0, cut.BLOCK_N)
@@ -194,12 +216,12 @@ def deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut
         ticket = tl.atomic_add(ends.ticket + tile, 1, sem="acq_rel", scope="gpu")
         if ticket == cut.SPLITS - 1:
             tl.store(ends.ticket + tile, 0)
-            operands = load_operands(ends, row_T, pid_n, T, cut)
-            scale_T = scales_of(load_squares(ends, row_T, T, cut), eps, cut)
+            late = load_operands(ends, row_T, pid_n, T, cut)
+            late_scale_T = scales_of(load_squares(ends, row_T, T, cut), eps, cut)
             total_TN = tl.load(first, cache_modifier=".cg")
             for i in tl.static_range(1, cut.SPLITS):
                 total_TN += tl.load(first + i * size, cache_modifier=".cg")
-            finish(total_TN, scale_T, constants, operands, ends, out_ptr, row_T, pid_n, T, cut)
+            finish(total_TN, late_scale_T, constants, late, ends, out_ptr, row_T, pid_n, T, cut)
 
 
 @triton.jit

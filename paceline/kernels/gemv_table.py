@@ -14,7 +14,7 @@ import torch
 
 # Row counts of one bucket share a tile, and with it the bits of a row.
 BUCKETS = (1, 4, 8, 16, 32, 64)
-_FILE = Path(__file__).with_name("gemv_table.json")
+FILE = Path(__file__).with_name("gemv_table.json")
 
 
 class Tile(NamedTuple):
@@ -73,4 +73,4 @@ def default_tile(num_outputs: int, num_inputs: int, bucket: int, dtype: torch.dt
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, list[object] | str]]]:
-    return json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    return json.loads(FILE.read_text()) if FILE.exists() else {}

@@ -36,6 +36,7 @@ from paceline.kernels.gemv_parts_triton import (
     scale_of,
     wait,
     weight_row,
+    zero_behind_loads,
 )
 from paceline.kernels.gemv_table import Tile, pick_tile
 
@@ -84,6 +85,7 @@ class Cut(NamedTuple):
     NUM_Q: Any
     NUM_KV: Any
     IS_DEPENDENT: Any
+    IS_GPU: Any
 
 
 @triton.jit
@@ -95,6 +97,16 @@ def _load_weight(w_ptr, row_N, start, cut, IS_EVEN: tl.constexpr):
     else:
         w = tl.load(at, mask=(k < cut.K)[None, :], other=0.0, eviction_policy="evict_first")
     return w
+
+
+@triton.jit
+def _load_rows(x_ptr, start, T, cut):
+    k = start + tl.arange(0, cut.BLOCK_K)
+    rows = ()
+    for t in tl.static_range(cut.BLOCK_T):
+        row = tl.load(x_ptr + t * cut.K + k, mask=(k < cut.K) & (t < T), other=0.0)
+        rows = rows + (row,)  # noqa: RUF005
+    return rows
 
 
 @triton.jit
@@ -122,31 +134,38 @@ def _fma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     pid_n = tl.program_id(0)
     begin(cut)
     row_N = weight_row(pid_n, cut)
-    ring = ()
+    ring_w = ()
     for i in tl.static_range(cut.DEPTH):
-        ring = ring + (_load_weight(w_ptr, row_N, i * cut.BLOCK_K, cut, is_even),)  # noqa: RUF005
+        w = _load_weight(w_ptr, row_N, i * cut.BLOCK_K, cut, is_even)
+        ring_w = ring_w + (w,)  # noqa: RUF005
     constants = load_constants(ends, pid_n, cut)
     wait(cut)
+    ring_x = ()
+    for i in tl.static_range(cut.DEPTH):
+        ring_x = ring_x + (_load_rows(x_ptr, i * cut.BLOCK_K, T, cut),)  # noqa: RUF005
     row_T = tl.arange(0, cut.BLOCK_T)
     operands = load_operands(ends, row_T, pid_n, T, cut)
     squares = ()
-    sums = ()
     for t in tl.static_range(cut.BLOCK_T):
         squares = squares + (load_squares(ends, tl.full((), t, tl.int32), T, cut),)  # noqa: RUF005
-        zeros = tl.zeros((cut.BLOCK_N, cut.BLOCK_K // vector), tl.float32)
-        sums = sums + (zeros,)  # noqa: RUF005
-    # The compiler would move these loads down to their use, and wait for them there.
-    tl.debug_barrier()
+    zero = zero_behind_loads(cut)
+    sums = ()
+    for _ in tl.static_range(cut.BLOCK_T):
+        no_sum = tl.zeros((cut.BLOCK_N, cut.BLOCK_K // vector), tl.float32)
+        sums = sums + (no_sum,)  # noqa: RUF005
     for i in tl.static_range(chunks):
-        w = ring[0].to(tl.float32)
-        ring = ring[1:]
+        w = ring_w[0].to(tl.float32)
+        xs = ring_x[0]
+        ring_w, ring_x = ring_w[1:], ring_x[1:]
         if i + cut.DEPTH < chunks:
-            later = _load_weight(w_ptr, row_N, (i + cut.DEPTH) * cut.BLOCK_K, cut, is_even)
-            ring = ring + (later,)  # noqa: RUF005
-        k = i * cut.BLOCK_K + tl.arange(0, cut.BLOCK_K)
+            start = (i + cut.DEPTH) * cut.BLOCK_K
+            later = _load_weight(w_ptr, row_N, start, cut, is_even)
+            ring_w = ring_w + (later,)  # noqa: RUF005
+            ring_x = ring_x + (_load_rows(x_ptr, start, T, cut),)  # noqa: RUF005
         for t in tl.static_range(cut.BLOCK_T):
-            at = x_ptr + t * cut.K + k
-            x = tl.load(at, mask=(k < cut.K) & (t < T), other=0.0).to(tl.float32)
+            x = xs[t].to(tl.float32)
+            if i < cut.DEPTH:
+                x += zero
             parts = tl.reshape(w * x[None, :], (cut.BLOCK_N, cut.BLOCK_K // vector, vector))
             sums = sums[:t] + (sums[t] + tl.sum(parts, axis=2),) + sums[t + 1 :]  # noqa: RUF005
     scale_T = tl.zeros((cut.BLOCK_T,), tl.float32)
@@ -199,23 +218,30 @@ def _load_left(w_ptr, row_N8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _mma_step(tiles, x_ptr, sums, row_T8, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr):  # noqa: PLR0913
-    """Add one chunk to the sums of every pair of sixteen weight rows and eight rows of x."""
-    groups: tl.constexpr = cut.BLOCK_T // 8
+def _load_right(x_ptr, first_row, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr):
+    """The same chunk of x: BLOCK_T / 8 tiles of eight rows."""
     k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
-    rights = ()
-    for j in tl.static_range(groups):
-        mask = (row_T8[j] < T)[:, None, None]
+    tiles = ()
+    for j in tl.static_range(cut.BLOCK_T // 8):
+        row = first_row + j * 8 + tl.arange(0, 8)[:, None, None]
+        mask = row < T
         if not IS_EVEN:
             mask = mask & (k < cut.K)
-        rows = tl.load(x_ptr + row_T8[j][:, None, None] * cut.K + k, mask=mask, other=0.0)
-        rights = rights + (_right(rows, cut),)  # noqa: RUF005
+        tiles = tiles + (tl.load(x_ptr + row * cut.K + k, mask=mask, other=0.0),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _add_chunk(sums, tiles_w, tiles_x, cut):
+    """Add one chunk to the sums of every pair of sixteen weight rows and eight rows of x."""
+    groups: tl.constexpr = cut.BLOCK_T // 8
     for i in tl.static_range(cut.BLOCK_N // 16):
-        left = _left(tiles[2 * i], tiles[2 * i + 1], cut)
+        left = _left(tiles_w[2 * i], tiles_w[2 * i + 1], cut)
         for j in tl.static_range(groups):
-            at: tl.constexpr = i * groups + j
-            one = tl.dot(left, rights[j], sums[at], input_precision="ieee")
-            sums = sums[:at] + (one,) + sums[at + 1 :]  # noqa: RUF005
+            before, after = sums[: i * groups + j], sums[i * groups + j + 1 :]
+            right = _right(tiles_x[j], cut)
+            one = tl.dot(left, right, sums[i * groups + j], input_precision="ieee")
+            sums = before + (one,) + after  # noqa: RUF005
     return sums
 
 
@@ -252,35 +278,42 @@ def _mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut, order):
     row_N8 = ()
     for i in tl.static_range(cut.BLOCK_N // 8):
         row_N8 = row_N8 + (_rows_at(pid_n, i, cut),)  # noqa: RUF005
-    ring = ()
+    zero = tl.full((), 0, tl.int32)  # chunk numbers are tensors: one compiled function for all
+    ring_w = ()
     for i in tl.static_range(cut.DEPTH):
-        ring = ring + (_load_left(w_ptr, row_N8, begin_S, i, cut, is_even),)  # noqa: RUF005
+        tiles = _load_left(w_ptr, row_N8, begin_S, zero + i, cut, is_even)
+        ring_w = ring_w + (tiles,)  # noqa: RUF005
     constants = load_constants(ends, pid_n, cut)
     wait(cut)
+    ring_x = ()
+    for i in tl.static_range(cut.DEPTH):
+        tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, zero + i, T, cut, is_even)
+        ring_x = ring_x + (tiles,)  # noqa: RUF005
     row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
     early = load_early(ends, row_T, pid_n, T, cut)
-    tl.debug_barrier()
-    row_T8 = ()
-    for j in tl.static_range(cut.BLOCK_T // 8):
-        row_T8 = row_T8 + (pid_t * cut.BLOCK_T + j * 8 + tl.arange(0, 8),)  # noqa: RUF005
+    no_sum = tl.zeros((cut.WARPS, 16, 8), tl.float32) + zero_behind_loads(cut)
     sums = ()
     for _ in tl.static_range(count):
-        sums = sums + (tl.zeros((cut.WARPS, 16, 8), tl.float32),)  # noqa: RUF005
+        sums = sums + (no_sum,)  # noqa: RUF005
     rounds: tl.constexpr = chunks // cut.DEPTH
     for at in tl.range(0, (rounds - 1) * cut.DEPTH, cut.DEPTH, num_stages=1):
         for i in tl.static_range(cut.DEPTH):
-            sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, at + i, T, cut, is_even)
-            later = _load_left(w_ptr, row_N8, begin_S, at + i + cut.DEPTH, cut, is_even)
-            ring = ring[:i] + (later,) + ring[i + 1 :]  # noqa: RUF005
-    last: tl.constexpr = (rounds - 1) * cut.DEPTH
+            sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
+            chunk = at + i + cut.DEPTH
+            tiles = _load_left(w_ptr, row_N8, begin_S, chunk, cut, is_even)
+            ring_w = ring_w[:i] + (tiles,) + ring_w[i + 1 :]  # noqa: RUF005
+            tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, chunk, T, cut, is_even)
+            ring_x = ring_x[:i] + (tiles,) + ring_x[i + 1 :]  # noqa: RUF005
     for i in tl.static_range(cut.DEPTH):
-        sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, last + i, T, cut, is_even)
-        if last + i + cut.DEPTH < chunks:
-            later = _load_left(w_ptr, row_N8, begin_S, last + i + cut.DEPTH, cut, is_even)
-            ring = ring[:i] + (later,) + ring[i + 1 :]  # noqa: RUF005
+        sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
+        if rounds * cut.DEPTH + i < chunks:
+            chunk = zero + rounds * cut.DEPTH + i
+            tiles = _load_left(w_ptr, row_N8, begin_S, chunk, cut, is_even)
+            ring_w = ring_w[:i] + (tiles,) + ring_w[i + 1 :]  # noqa: RUF005
+            tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, chunk, T, cut, is_even)
+            ring_x = ring_x[:i] + (tiles,) + ring_x[i + 1 :]  # noqa: RUF005
     for i in tl.static_range(chunks - rounds * cut.DEPTH):
-        chunk = rounds * cut.DEPTH + i
-        sums = _mma_step(ring[i], x_ptr, sums, row_T8, begin_S, chunk, T, cut, is_even)
+        sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
     joined = tl.permute(tl.sum(_join_all(sums, count), axis=0), order)
     sum_TN = tl.reshape(joined, (cut.BLOCK_T, cut.BLOCK_N))
     early = (constants, early[0], early[1])
@@ -430,7 +463,8 @@ def _multiply(
     heads: tuple[int, int] = (1, 2),
 ) -> None:
     x, weight = rows.x_TD, product.weight_NK
-    assert x.is_contiguous() and weight.is_contiguous()
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
     num_rows, num_outputs = len(x), len(weight)
     tile = tile or _tile(x, product, end)
     ends = ends._replace(bias=product.bias_N, squares=rows.squares_TP)
@@ -454,7 +488,9 @@ def _multiply(
         _dot_kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
 
 
-def _cut(product: Product, tile: Tile, ends: Ends, end: tl.constexpr, heads: tuple[int, int]) -> Cut:
+def _cut(
+    product: Product, tile: Tile, ends: Ends, end: tl.constexpr, heads: tuple[int, int]
+) -> Cut:
     num_outputs, num_inputs = product.weight_NK.shape
     num_kv_heads, head_size = heads
     num_squares = 0 if ends.squares is None else ends.squares.shape[1]
@@ -485,6 +521,7 @@ def _cut(product: Product, tile: Tile, ends: Ends, end: tl.constexpr, heads: tup
         "NUM_Q": num_outputs - 2 * num_kv_heads * head_size,
         "NUM_KV": num_kv_heads * head_size,
         "IS_DEPENDENT": tile.is_dependent and not _INTERPRETED,
+        "IS_GPU": not _INTERPRETED,
     }
     return Cut(**{name: tl.constexpr(value) for name, value in values.items()})
 

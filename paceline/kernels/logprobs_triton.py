@@ -104,11 +104,13 @@ def _logprob_kernel(  # noqa: PLR0913
     tl.store(part_NC4 + part * 4 + 1, best)
     tl.store(part_NC4 + part * 4 + 2, tl.sum(tl.exp(logit - best), 0))
     tl.store(part_rank_NC + part, tl.sum((logit > own).to(tl.int32), 0))
-    for i in range(num_top):
+    i = 0
+    while i < num_top:
         value, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(top_value_NCM + part * TOP + i, value)
         tl.store(top_id_NCM + part * TOP + i, chunk * CHUNK + at)
         logit = tl.where(step == at, float("-inf"), logit)
+        i += 1
     if is_last(ticket_N, row, NUM_CHUNKS):
         # With a single chunk nobody waited for this program's own stores.
         tl.debug_barrier()
@@ -134,13 +136,15 @@ def _logprob_kernel(  # noqa: PLR0913
         spots = row * NUM_CHUNKS * TOP + spot
         values = tl.load(top_value_NCM + spots, is_spot, float("-inf"), cache_modifier=".cg")
         ids = tl.load(top_id_NCM + spots, is_spot, 0, cache_modifier=".cg")
-        for i in range(num_top):
+        i = 0
+        while i < num_top:
             found, where = tl.max(
                 values, 0, return_indices=True, return_indices_tie_break_left=True
             )
             tl.store(ids_T + 1 + i, tl.sum(tl.where(spot == where, ids, 0), 0))
             tl.store(values_T + 1 + i, _logprob(found, log_total, is_usable))
             values = tl.where(spot == where, float("-inf"), values)
+            i += 1
 
 
 @triton.jit

@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
     _launch(x_TD, x_TD, weight_D, out_TD, eps, has_delta=False)
     return out_TD
 
 
 def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The result has the type of `delta_TD`; the residual may be wider and keeps its own."""
-    out_TD = torch.empty_like(delta_TD, memory_format=torch.contiguous_format)
+    """The residual may be wider than the weight, whose type the result has, and keeps its own."""
+    out_TD = torch.empty(delta_TD.shape, dtype=weight_D.dtype, device=delta_TD.device)
     _launch(residual_TD, delta_TD, weight_D, out_TD, eps, has_delta=True)
     return out_TD
 

@@ -96,7 +96,8 @@ def _penalty_kernel(  # noqa: PLR0913
     DRAFTS: tl.constexpr,
 ):
     table_V = table_PV + tl.program_id(0) * table_stride
-    for batch_row in range(tl.program_id(0), batch, tl.num_programs(0)):
+    batch_row = tl.program_id(0)
+    while batch_row < batch:
         slot = tl.load(slot_B + batch_row)
         used = tl.load(width_B + batch_row)
         if ((tl.load(features_S + slot) & bit) != 0) & (used > 0):
@@ -112,30 +113,35 @@ def _penalty_kernel(  # noqa: PLR0913
             tl.debug_barrier()
             logits_V = logits_NV + (batch_row * width).to(tl.int64) * row_stride
             windows = (logits_V, row_stride, used)
-            for start in range(0, length, BLOCK):
+            start = 0
+            while start < length:
                 place = start + tl.arange(0, BLOCK)
                 token = tl.load(history[0] + place, place < length, other=-1)
                 _penalise(table_V, token, windows, drafts, strength)
-            place = tl.arange(0, DRAFTS)
-            token = tl.load(drafts[0] + place, place < drafts[1], other=-1)
-            _penalise(table_V, token, windows, drafts, strength)
+                start += BLOCK
+            entry = tl.arange(0, DRAFTS)
+            drafted = tl.load(drafts[0] + entry, entry < drafts[1], other=-1)
+            _penalise(table_V, drafted, windows, drafts, strength)
             tl.debug_barrier()
+        batch_row += tl.num_programs(0)
 
 
 @triton.jit
 def _count(table_V, history, drafts, prompt_len, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):
     tokens_L, length = history
-    for start in range(0, length, BLOCK):
+    start = 0
+    while start < length:
         place = start + tl.arange(0, BLOCK)
         token = tl.load(tokens_L + place, place < length, other=0)
         is_output = place >= prompt_len
         tl.atomic_add(table_V + token, 1, is_output & (place < length), sem="relaxed")
         is_prompt = (place < prompt_len) & (place < length)
         tl.atomic_or(table_V + token, _IN_PROMPT, is_prompt, sem="relaxed")
+        start += BLOCK
     draft_K, num_drafts = drafts
-    place = tl.arange(0, DRAFTS)
-    token = tl.load(draft_K + place, place < num_drafts, other=-1)
-    tl.atomic_or(table_V + token, _IN_DRAFTS, token >= 0, sem="relaxed")
+    entry = tl.arange(0, DRAFTS)
+    drafted = tl.load(draft_K + entry, entry < num_drafts, other=-1)
+    tl.atomic_or(table_V + drafted, _IN_DRAFTS, drafted >= 0, sem="relaxed")
 
 
 @triton.jit
@@ -148,17 +154,19 @@ def _penalise(table_V, token, windows, drafts, strength):
     is_mine = (token >= 0) & (seen != 0)
     count = seen & _COUNT
     is_seen = (count > 0) | ((seen & _IN_PROMPT) != 0)
-    for j in range(used):
-        if j > 0:
-            is_drafted = token == tl.load(draft_K + j - 1, j - 1 < num_drafts, other=-2)
-            count += is_drafted.to(tl.int32)
-            is_seen = is_seen | is_drafted
+    j = 0
+    while j < used:
+        # The draft before this position is history too; before the first there is none.
+        last = tl.load(draft_K + j - 1, (j > 0) & (j <= num_drafts), other=-2)
+        count += (token == last).to(tl.int32)
+        is_seen = is_seen | (token == last)
         place = logits_V + j * row_stride.to(tl.int64) + token
         logit = tl.load(place, is_mine & is_seen, other=0.0)
         logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         logit -= frequency * count.to(tl.float32)
         logit -= tl.where(count > 0, presence, 0.0)
         tl.store(place, logit, is_mine & is_seen)
+        j += 1
 
 
 @triton.jit(do_not_specialize=["width", "draft_stride"])

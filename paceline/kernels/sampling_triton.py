@@ -19,7 +19,9 @@ from paceline.kernels.chunks_triton import (
     NUM_WARPS,
     Split,
     best_part,
+    divided,
     is_last,
+    sharpness,
     tickets,
 )
 from paceline.kernels.rng_triton import DRAFT, SAMPLE, exponential, stream_key
@@ -178,19 +180,19 @@ def _draw_kernel(  # noqa: PLR0913
     threshold = tl.load(threshold_N + row)
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    value = tl.div_rn(logit, temperature)
-    is_kept = value >= threshold
+    is_kept = (logit >= threshold) & (logit > float("-inf"))
     if KEEPS_PROBS:
-        best = tl.div_rn(tl.load(best_N + row), temperature)
-        prob = tl.where(is_kept, tl.exp(value - best) / tl.load(mass_N + row), 0.0)
+        weight = tl.exp2((logit - tl.load(best_N + row)) * sharpness(temperature))
+        prob = tl.where(is_kept, weight / tl.load(mass_N + row), 0.0)
         tl.store(prob_V + place, prob, place < vocab_size)
     score, token = float("-inf"), chunk * CHUNK
     # Most chunks of a peaked row keep nothing, and noise is what costs.
-    if tl.max(value, 0) >= threshold:
+    if tl.max(logit, 0) >= threshold:
         position = tl.load(length_B + row // width) + row % width
         seed = seed_S2 + slot * seed_stride
         key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DOMAIN)
-        scores = tl.where(is_kept, value - tl.log(exponential(key_1, key_2, place)), float("-inf"))
+        scores = divided(logit, temperature) - tl.log(exponential(key_1, key_2, place))
+        scores = tl.where(is_kept, scores, float("-inf"))
         score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
         token += at
     if NUM_CHUNKS > 1:

@@ -1,6 +1,6 @@
 """The last part of `thresholds_triton`: the exact cut of one row, between two values around it.
 
-Device functions only. `source` is what lies between: gathered values with their masses, or the row
+Device functions only. `source` is what lies between: gathered logits with their masses, or the row
 itself, walked in every round, where too many lie close together to be gathered.
 """
 
@@ -17,83 +17,92 @@ _FIXED_POINT = tl.constexpr(float(2**40))
 
 
 @triton.jit
-def search(
-    source,
-    ends,
-    mass_4,
-    missing,
-    top_p,
-    best,
-    CHUNK: tl.constexpr,
-    WALKS: tl.constexpr,
-):
+def search(source, ends, mass_4, missing, top_p, WALKED: tl.constexpr):
     """The row's threshold, and the mass at or above it."""
     low_k, high_k, low_p, high_p = ends
     missing = tl.cast(missing, tl.int64)
-    cut = _highest_covering(source, low_k, high_k, missing, best, CHUNK, WALKS, False)
-    mass = _amount(source, cut, high_k, best, CHUNK, WALKS, True).to(tl.float64) / _FIXED_POINT
+    cut, mass = _highest_covering(source, low_k, high_k, missing, WALKED, False)
     mass = tl.where(cut == low_k, tl.load(mass_4), tl.load(mass_4 + 1) + mass)
     if top_p < 1:
         above = tl.load(mass_4 + 3)
         missing = tl.ceil((top_p * mass - above) * _FIXED_POINT).to(tl.int64)
-        found = _highest_covering(source, low_p, high_p, missing, best, CHUNK, WALKS, True)
-        cut = tl.maximum(cut, found)
-        mass = _amount(source, cut, high_p, best, CHUNK, WALKS, True).to(tl.float64)
-        mass = tl.where(cut == low_p, tl.load(mass_4 + 2), above + mass / _FIXED_POINT)
+        found, mass_p = _highest_covering(source, low_p, high_p, missing, WALKED, True)
+        # Rounding must not undo what top_k cut.
+        is_lower = found < cut
+        mass_p = tl.where(found == low_p, tl.load(mass_4 + 2), above + mass_p)
+        mass = tl.where(is_lower, mass, mass_p)
+        cut = tl.where(is_lower, cut, found)
     return cut, mass
 
 
 @triton.jit
-def _highest_covering(
-    source,
-    low,
-    high,
-    missing,
-    best,
-    CHUNK: tl.constexpr,
-    WALKS: tl.constexpr,
-    BY_MASS: tl.constexpr,
-):
-    """The highest t > `low` such that [t, high) holds what is `missing`; `low` if there is none."""
-    first = ordered_bits(low).to(tl.int64) + 1
-    end = tl.minimum(ordered_bits(high), ordered_bits(best)).to(tl.int64) + 1
-    if not WALKS:
-        enclosed = (source[0] > low) & (source[0] < high)
-        bits = ordered_bits(source[0])
-        first = tl.min(tl.where(enclosed, bits, 0x7FFFFFFE)).to(tl.int64)
-        end = tl.max(tl.where(enclosed, bits, -0x7FFFFFFE)).to(tl.int64) + 1
-    at = first - 1
-    while end - at > 1:
-        middle = (at + end) >> 1
-        value = from_ordered_bits(middle.to(tl.int32))
-        covers = _amount(source, value, high, best, CHUNK, WALKS, BY_MASS) >= missing
-        at = tl.where(covers, middle, at)
-        end = tl.where(covers, end, middle)
-    return tl.where(at < first, low, from_ordered_bits(at.to(tl.int32)))
+def _highest_covering(source, low, high, missing, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
+    """The highest value in (low, high) such that [value, high) holds what is `missing`, else `low`.
+
+    Also the mass that [value, high) holds. Rounds aim by interpolation and halve in turn; each
+    moves an end of the range to a value that is there.
+    """
+    amount, mass, at, _ = _weigh(source, low, low, high, WALKED, BY_MASS)
+    _, _, _, last = _weigh(source, high, low, high, WALKED, BY_MASS)
+    covers = (amount >= missing) & (at < high)  # nothing lies between: then nothing does
+    last = tl.where(covers, last, at)
+    beyond = tl.zeros_like(amount)
+    aims = 1
+    while last > at:
+        share = (amount - missing).to(tl.float32) / (amount - beyond).to(tl.float32)
+        aim = at + share * (last - at)
+        middle = (ordered_bits(at).to(tl.int64) + ordered_bits(last).to(tl.int64) + 1) >> 1
+        aim = tl.where(aims > 0, aim, from_ordered_bits(middle.to(tl.int32)))
+        aim = tl.where((aim > at) & (aim < last), aim, last)
+        tried, tried_mass, above, below = _weigh(source, aim, low, high, WALKED, BY_MASS)
+        if tried >= missing:
+            at, amount, mass = above, tried, tried_mass
+        else:
+            last, beyond = below, tried
+        aims = 1 - aims
+    cut = tl.where(covers, at, low)
+    return cut, mass.to(tl.float64) / _FIXED_POINT
 
 
 @triton.jit
-def _amount(
-    source, low, high, best, CHUNK: tl.constexpr, WALKS: tl.constexpr, BY_MASS: tl.constexpr
-):
-    """int64: how many values lie in [low, high), or their mass."""
-    if WALKS:
-        logits_V, vocab_size, temperature = source
-        amounts = tl.zeros((CHUNK,), tl.int64)
-        for start in range(0, vocab_size, CHUNK):
-            place = start + tl.arange(0, CHUNK)
-            logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf"))
-            value = tl.div_rn(logit.to(tl.float32), temperature)
-            each = whole(tl.exp(value - best)) if BY_MASS else 1
-            amounts += tl.where((value >= low) & (value < high), each, 0)
-        total = tl.sum(amounts)
+def _weigh(source, at, low, high, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
+    """Of the values in (low, high): how many (or what mass) reach `at`, that mass, the least that
+    does and the greatest that does not.
+    """
+    if WALKED == 0:
+        inside = (source[0] > low) & (source[0] < high)
+        reaches = inside & (source[0] >= at)
+        mass = tl.sum(tl.where(reaches, source[1], 0))
+        amount = mass
+        if not BY_MASS:
+            amount = tl.sum(reaches.to(tl.int32)).to(tl.int64)
+        above = tl.min(tl.where(reaches, source[0], float("inf")))
+        below = tl.max(tl.where(inside & (source[0] < at), source[0], float("-inf")))
     else:
-        is_between = (source[0] >= low) & (source[0] < high)
-        if BY_MASS:
-            total = tl.sum(tl.where(is_between, source[1], 0))
-        else:
-            total = tl.sum(is_between.to(tl.int32)).to(tl.int64)
-    return total
+        logits_V, vocab_size, best, sharp = source
+        masses = tl.zeros((WALKED,), tl.int64)
+        counts = tl.zeros((WALKED,), tl.int32)
+        above = tl.full((WALKED,), float("inf"), tl.float32)
+        below = tl.full((WALKED,), float("-inf"), tl.float32)
+        start = 0
+        while start < vocab_size:
+            place = start + tl.arange(0, WALKED)
+            logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf"))
+            logit = logit.to(tl.float32)
+            inside = (logit > low) & (logit < high)
+            reaches = inside & (logit >= at)
+            masses += tl.where(reaches, whole(tl.exp2((logit - best) * sharp)), 0)
+            counts += reaches.to(tl.int32)
+            above = tl.minimum(above, tl.where(reaches, logit, float("inf")))
+            below = tl.maximum(below, tl.where(inside & (logit < at), logit, float("-inf")))
+            start += WALKED
+        mass = tl.sum(masses)
+        amount = mass
+        if not BY_MASS:
+            amount = tl.sum(counts).to(tl.int64)
+        above = tl.min(above)
+        below = tl.max(below)
+    return amount, mass, above, below
 
 
 @triton.jit

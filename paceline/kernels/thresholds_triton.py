@@ -1,9 +1,10 @@
-"""Where min_p, top_k and top_p cut each row, without a sort: three kernels before a draw.
+"""Where min_p, top_k and top_p cut each row, without sorting it: four kernels before a draw.
 
 The first finds the best token and guesses from a sample of the row a few values around the cut;
 the second counts and weighs exactly what lies above each of them; the third gathers the few values
-between the two that enclose the cut and searches those. A bad guess costs time, never a token.
-Float sums run in an order that the vocabulary alone decides, the others are integers.
+between the two that enclose the cut, the last searches those. A bad guess costs time, no token.
+All of them compare logits as they are: a temperature changes masses, not the order. Float sums run
+in an order that the vocabulary alone decides, the others are integers.
 
 Shape letters: B rows, W window positions, N = B * W logits rows, V vocabulary, S slots, C chunks
 of a row, G values that are tried, L values that are gathered.
@@ -19,14 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.chunks_triton import (
-    MOST_CHUNK,
     MOST_ROWS,
     NUM_WARPS,
     Split,
     best_part,
     is_last,
+    sharpness,
     tickets,
 )
+from paceline.kernels.guess_triton import guess
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
 from paceline.kernels.search_triton import search, whole
@@ -37,7 +39,10 @@ CUT = tl.constexpr(1)  # its threshold is known
 OPEN = tl.constexpr(2)
 
 _TRIED = 8
-_GATHERED = MOST_CHUNK
+_SAMPLED = 1024
+_GRID = 32
+_GATHERED = 4096
+_GATHER_STEP = 2048  # scattered stores take many registers
 
 
 class Cuts(NamedTuple):
@@ -47,8 +52,8 @@ class Cuts(NamedTuple):
     bad_N: Tensor  # bool
     state_N: Tensor  # int32: SETTLED, CUT or OPEN
     best_N: Tensor  # float32: the best logit
-    threshold_N: Tensor  # float32: tokens at or above it, after the temperature, are kept
-    mass_N: Tensor  # float32: of kept tokens, sum of exp(logit / T - best / T), where asked for
+    threshold_N: Tensor  # float32: tokens with a logit at or above it are kept
+    mass_N: Tensor  # float32: of kept tokens, the sum of exp((logit - best) / T), where asked for
     part_value_NC: Tensor  # float32
     part_index_NC: Tensor  # int32
     tried_NG: Tensor  # float32
@@ -105,7 +110,8 @@ def find_cuts(
         *(cuts.token_N, cuts.bad_N.view(torch.int8), cuts.state_N, cuts.best_N, cuts.threshold_N),
         *(cuts.part_value_NC, cuts.part_index_NC, cuts.tried_NG, cuts.num_gathered_N),
         PARTS=split.parts,
-        SAMPLED=min(1024, max(64, triton.next_power_of_2(vocab_size) // 128)),
+        SAMPLED=_SAMPLED,
+        GRID=_GRID,
         TRIED=_TRIED,
         **sizes,
     )
@@ -117,13 +123,24 @@ def find_cuts(
         TRIED=_TRIED,
         **sizes,
     )
-    _search_kernel[grid](
-        *(*where, knobs.temperature_S, *filters, ticket_N),
+    step = min(_GATHER_STEP, split.chunk)
+    num_steps = triton.cdiv(vocab_size, step)
+    _gather_kernel[(num_rows * num_steps,)](
+        *(logits_NV, logits_NV.stride(0), vocab_size, cuts.state_N, cuts.bracket_N4),
+        *(cuts.gathered_NL, cuts.num_gathered_N),
+        GATHERED=cuts.gathered_NL.shape[1],
+        CHUNK=step,
+        NUM_CHUNKS=num_steps,
+        num_warps=NUM_WARPS,
+    )
+    _search_kernel[(num_rows,)](
+        *(*where, knobs.temperature_S, *filters),
         *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N),
         *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
         *(cuts.gathered_NL, cuts.num_gathered_N),
         GATHERED=cuts.gathered_NL.shape[1],
-        **sizes,
+        WALKED=min(1024, split.chunk),
+        num_warps=NUM_WARPS,
     )
     return cuts
 
@@ -154,6 +171,7 @@ def _survey_kernel(  # noqa: PLR0913
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     SAMPLED: tl.constexpr,
+    GRID: tl.constexpr,
     TRIED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
@@ -163,9 +181,12 @@ def _survey_kernel(  # noqa: PLR0913
             tl.store(bad_N + row, 0)
             tl.store(state_N + row, SETTLED)
         return
+    slot = tl.load(slot_B + row // width)
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    temperature, min_p = tl.load(temperature_S + slot), tl.load(min_p_S + slot)
+    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
     logit = tl.where(logit == logit, logit, float("inf"))
     best, token = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     token += chunk * CHUNK
@@ -175,9 +196,6 @@ def _survey_kernel(  # noqa: PLR0913
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
             best, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
-        slot = tl.load(slot_B + row // width)
-        temperature = tl.load(temperature_S + slot)
-        top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
         is_bad = (best == float("inf")) | (best == float("-inf"))
         is_drawn = (temperature > 0) & (is_bad == 0)
         is_open = is_drawn & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
@@ -186,69 +204,19 @@ def _survey_kernel(  # noqa: PLR0913
         tl.store(best_N + row, best)
         tl.store(state_N + row, tl.where(is_open, OPEN, tl.where(is_drawn, CUT, SETTLED)))
         if is_drawn:
-            best = tl.div_rn(best, temperature)
-            min_p = tl.load(min_p_S + slot)
             # A threshold must never pass the best token, whatever rounding did.
-            low = tl.minimum(best + tl.log(tl.maximum(min_p, 1e-38)), best)
+            low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-38)), best)
             low = tl.where(min_p > 0, low, float("-inf"))
+            tl.store(threshold_N + row, low)
             tried = tl.arange(0, TRIED)
             values = tl.where(tried == 0, low, float("inf"))
-            tl.store(threshold_N + row, low)
             if is_open and NUM_CHUNKS > 1:
-                values = _guess(
-                    *(logits_V, vocab_size, best, temperature, low, top_k, top_p),
-                    SAMPLED,
-                    TRIED,
+                values = guess(
+                    *(logits_V, vocab_size, best, sharpness(temperature), low, top_k, top_p),
+                    *(SAMPLED, GRID, TRIED),
                 )
             tl.store(tried_NG + row * TRIED + tried, values)
             tl.store(num_gathered_N + row, 0)
-
-
-@triton.jit
-def _guess(  # noqa: PLR0913
-    logits_V,
-    vocab_size,
-    best,
-    temperature,
-    low,
-    top_k,
-    top_p,
-    SAMPLED: tl.constexpr,
-    TRIED: tl.constexpr,
-):
-    """Values around the cut, as far as a sample of the row can tell; the first is `low`."""
-    place = tl.arange(0, SAMPLED)
-    at = (place // 32) * (vocab_size // (SAMPLED // 32)) + place % 32
-    value = tl.div_rn(tl.load(logits_V + at).to(tl.float32), temperature)
-    value = tl.sort(value, descending=True)
-    weight = tl.exp(value - best)
-    share = vocab_size / SAMPLED
-    is_limited = (top_k > 0) & (top_k < vocab_size)
-    rank_k = tl.where(is_limited, top_k / share, SAMPLED * 1.0)
-    inside = (place < rank_k) & (value >= low)
-    # The best token is known and counts for itself: what is peaked is seldom in the sample.
-    wanted = top_p * (1.0 + share * tl.sum(tl.where(inside, weight, 0.0)))
-    is_before = inside & (1.0 + share * tl.cumsum(weight, 0) < wanted)
-    rank_p = tl.sum(is_before.to(tl.int32)).to(tl.float32)
-    # How far off the sample's ranks may be: that of a count, and that of a share of the mass.
-    off_k = 1.0 + tl.sqrt(rank_k)
-    off = tl.where(inside, weight * (is_before.to(tl.float32) - top_p), 0.0)
-    weight_p = tl.sum(tl.where(place == tl.minimum(rank_p, SAMPLED - 1.0), weight, 0.0))
-    off_p = tl.minimum(1.0 + tl.sqrt(tl.sum(off * off)) / (weight_p + 1e-30), SAMPLED / 8.0)
-
-    tried = tl.arange(0, TRIED)
-    # Close to the guess and far from it; both cuts share the places if there are both.
-    both = is_limited & (top_p < 1)
-    side = tl.where(tried < 4, tried - tl.where(both, 2.0, 4.0), tried - tl.where(both, 5.5, 4.0))
-    step = tl.where(both, 2.0, 0.5) * side * side + tl.where(both, 0.0, 0.1) * tl.abs(side)
-    step = tl.where(side < 0, -step, step)
-    first_p = tl.where(top_p < 1, tl.where(is_limited, 4, 0), TRIED)
-    rank = tl.where(tried >= first_p, rank_p + step * off_p, rank_k + step * off_k)
-    rank = tl.floor(rank).to(tl.int32)
-    is_rank = place[:, None] == tl.minimum(rank, SAMPLED - 1)[None, :]
-    found = tl.sum(tl.where(is_rank, value[:, None], 0.0), 0)
-    found = tl.where(rank < 0, float("inf"), tl.maximum(found, low))
-    return tl.where(tried == 0, low, found)
 
 
 @triton.jit(do_not_specialize=["width", "with_mass"])
@@ -282,19 +250,24 @@ def _weigh_kernel(  # noqa: PLR0913
     if (state == SETTLED) | ((state == CUT) & (with_mass == 0)):
         return
     slot = tl.load(slot_B + row // width)
-    temperature = tl.load(temperature_S + slot)
-    best = tl.div_rn(tl.load(best_N + row), temperature)
+    sharp = sharpness(tl.load(temperature_S + slot))
+    best = tl.load(best_N + row)
+    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocab_size
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, inside, other=float("-inf")).to(tl.float32)
-    value = tl.div_rn(logit, temperature)
-    weight = tl.exp(value - best)
     part = (row * NUM_CHUNKS + chunk) * TRIED
-    for g in tl.static_range(TRIED):
-        kept = inside & (value >= tl.load(tried_NG + row * TRIED + g))
-        tl.store(count_NCG + part + g, tl.sum(kept.to(tl.int32)))
-        tl.store(mass_NCG + part + g, tl.sum(tl.where(kept, weight, 0.0)))
+    # What nobody needs stays as it is, and nobody looks at it.
+    if (top_p < 1) | (with_mass > 0):
+        weight = tl.exp2((logit - best) * sharp)
+        for g in tl.static_range(TRIED):
+            kept = logit >= tl.load(tried_NG + row * TRIED + g)
+            tl.store(mass_NCG + part + g, tl.sum(tl.where(kept, weight, 0.0)))
+    if (top_k > 0) & (top_k < vocab_size):
+        for g in tl.static_range(TRIED):
+            kept = inside & (logit >= tl.load(tried_NG + row * TRIED + g))
+            tl.store(count_NCG + part + g, tl.sum(kept.to(tl.int32)))
     if is_last(ticket_N, row, NUM_CHUNKS):
         tried = tl.arange(0, TRIED)
         parts = tl.arange(0, PARTS)[:, None]
@@ -304,11 +277,9 @@ def _weigh_kernel(  # noqa: PLR0913
         count, mass = tl.sum(count, 0), tl.sum(mass.to(tl.float64), 0)
         tl.store(mass_N + row, tl.sum(tl.where(tried == 0, mass, 0.0)).to(tl.float32))
         if state == OPEN:
-            top_k = tl.load(top_k_S + slot)
-            top_p = tl.load(top_p_S + slot).to(tl.float64)
             values = tl.load(tried_NG + row * TRIED + tried)
             _enclose(
-                *(values, count, mass, top_k, top_p, vocab_size),
+                *(values, count, mass, top_k, top_p.to(tl.float64), vocab_size),
                 *(bracket_N4 + row * 4, bracket_mass_N4 + row * 4, above_N + row),
                 TRIED,
             )
@@ -362,6 +333,37 @@ def _enclose(  # noqa: PLR0913
     tl.store(bracket_mass_4 + 3, mass_high_p)
 
 
+@triton.jit
+def _gather_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    vocab_size,
+    state_N,
+    bracket_N4,
+    gathered_NL,
+    num_gathered_N,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
+    if tl.load(state_N + row) != OPEN:
+        return
+    low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
+    low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits_V = logits_NV + row.to(tl.int64) * row_stride
+    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    enclosed = ((logit > low_k) & (logit < high_k)) | ((logit > low_p) & (logit < high_p))
+    counts = enclosed.to(tl.int32)
+    num_enclosed = tl.sum(counts)
+    if num_enclosed > 0:
+        start = tl.atomic_add(num_gathered_N + row, num_enclosed, sem="relaxed")
+        at = start + tl.cumsum(counts, 0) - 1
+        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        tl.store(gathered_L + at, logit, enclosed & (at < GATHERED))
+
+
 @triton.jit(do_not_specialize=["width"])
 def _search_kernel(  # noqa: PLR0913
     logits_NV,
@@ -372,7 +374,6 @@ def _search_kernel(  # noqa: PLR0913
     temperature_S,
     top_k_S,
     top_p_S,
-    ticket_N,
     state_N,
     best_N,
     threshold_N,
@@ -382,45 +383,29 @@ def _search_kernel(  # noqa: PLR0913
     above_N,
     gathered_NL,
     num_gathered_N,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
     GATHERED: tl.constexpr,
+    WALKED: tl.constexpr,
 ):
-    row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
+    row = tl.program_id(0)
     if tl.load(state_N + row) != OPEN:
         return
     slot = tl.load(slot_B + row // width)
-    temperature = tl.load(temperature_S + slot)
-    low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
-    low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_V = logits_NV + row.to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    value = tl.div_rn(logit, temperature)
-    enclosed = ((value > low_k) & (value < high_k)) | ((value > low_p) & (value < high_p))
-    counts = enclosed.to(tl.int32)
-    num_enclosed = tl.sum(counts)
-    gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
-    if num_enclosed > 0:
-        start = tl.atomic_add(num_gathered_N + row, num_enclosed, sem="relaxed")
-        at = start + tl.cumsum(counts, 0) - 1
-        tl.store(gathered_L + at, value, enclosed & (at < GATHERED))
-    if is_last(ticket_N, row, NUM_CHUNKS):
-        best = tl.div_rn(tl.load(best_N + row), temperature)
-        num_gathered = tl.load(num_gathered_N + row, cache_modifier=".cg")
-        top_p = tl.load(top_p_S + slot).to(tl.float64)
-        missing = tl.load(top_k_S + slot) - tl.load(above_N + row)
-        mass_4 = bracket_mass_N4 + row * 4
-        ends = (low_k, high_k, low_p, high_p)
+    sharp = sharpness(tl.load(temperature_S + slot))
+    best = tl.load(best_N + row)
+    top_p = tl.load(top_p_S + slot).to(tl.float64)
+    missing = tl.load(top_k_S + slot) - tl.load(above_N + row)
+    bracket_4, mass_4 = bracket_N4 + row * 4, bracket_mass_N4 + row * 4
+    low_k, high_k = tl.load(bracket_4), tl.load(bracket_4 + 1)
+    ends = (low_k, high_k, tl.load(bracket_4 + 2), tl.load(bracket_4 + 3))
+    num_gathered = tl.load(num_gathered_N + row)
+    if num_gathered <= GATHERED:
         at = tl.arange(0, GATHERED)
-        if num_gathered <= GATHERED:
-            is_real = at < num_gathered
-            found = tl.load(gathered_L + at, is_real, other=float("-inf"), cache_modifier=".cg")
-            gathered = (found, whole(tl.exp(found - best)))
-            threshold, mass = search(gathered, ends, mass_4, missing, top_p, best, CHUNK, False)
-        else:
-            # Too many lie close together to be gathered: walk the row in every round.
-            walked = (logits_V, vocab_size, temperature)
-            threshold, mass = search(walked, ends, mass_4, missing, top_p, best, CHUNK, True)
-        tl.store(threshold_N + row, threshold)
-        tl.store(mass_N + row, mass.to(tl.float32))
+        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        logit = tl.load(gathered_L + at, at < num_gathered, other=float("-inf"))
+        gathered = (logit, whole(tl.exp2((logit - best) * sharp)))
+        threshold, mass = search(gathered, ends, mass_4, missing, top_p, 0)
+    else:
+        walked = (logits_NV + row.to(tl.int64) * row_stride, vocab_size, best, sharp)
+        threshold, mass = search(walked, ends, mass_4, missing, top_p, WALKED)
+    tl.store(threshold_N + row, threshold)
+    tl.store(mass_N + row, mass.to(tl.float32))

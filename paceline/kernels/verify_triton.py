@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.chunks_triton import NUM_WARPS, Split, best_part, is_last, tickets
+from paceline.kernels.chunks_triton import (
+    NUM_WARPS,
+    Split,
+    best_part,
+    divided,
+    is_last,
+    sharpness,
+    tickets,
+)
 from paceline.kernels.rng_triton import (
     ACCEPT,
     RESAMPLE,
@@ -101,7 +109,7 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
     slot = tl.load(slot_B + batch_row)
     temperature = tl.load(temperature_S + slot)
     threshold, mass = tl.load(threshold_N + row), tl.load(mass_N + row)
-    best = tl.div_rn(tl.load(best_N + row), temperature)
+    best, sharp = tl.load(best_N + row), sharpness(temperature)
     seed = seed_S2 + slot * seed_stride
     seed_low, seed_high = tl.load(seed), tl.load(seed + 1)
     position = tl.load(length_B + batch_row) + j
@@ -112,7 +120,7 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
     if is_sampled:
         is_known = draft < vocab_size
         logit = tl.load(logits_V + draft, is_known, float("-inf")).to(tl.float32)
-        p = _prob(tl.div_rn(logit, temperature), threshold, best, mass)
+        p = _prob(logit, threshold, best, sharp, mass)
         q = tl.load(prob_V + draft, draft < draft_vocab_size, 0.0)
         if uniform(seed_low, seed_high, position, ACCEPT) * q < p:
             if chunk == 0:
@@ -122,15 +130,14 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
 
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    value = tl.div_rn(logit, temperature)
     score, token = float("-inf"), chunk * CHUNK
     spare_score, spare_token = float("-inf"), chunk * CHUNK
-    if tl.max(value, 0) >= threshold:
+    if tl.max(logit, 0) >= threshold:
         domain = tl.where(is_sampled, RESAMPLE, SAMPLE)
         key_1, key_2 = stream_key(seed_low, seed_high, position, domain)
         noise = tl.log(exponential(key_1, key_2, place))
         if is_sampled:
-            prob = _prob(value, threshold, best, mass)
+            prob = _prob(logit, threshold, best, sharp, mass)
             left = prob - tl.load(prob_V + place, place < draft_vocab_size, 0.0)
             # Rounding may reject a draft although p = q everywhere: then p itself is drawn from.
             scores = tl.where(prob > 0, tl.log(tl.maximum(prob, 1e-37)) - noise, float("-inf"))
@@ -140,7 +147,9 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
             spare_token += at
             scores = tl.where(left > 0, tl.log(tl.maximum(left, 1e-37)) - noise, float("-inf"))
         else:
-            scores = tl.where(value >= threshold, value - noise, float("-inf"))
+            scores = divided(logit, temperature) - noise
+            is_kept = (logit >= threshold) & (logit > float("-inf"))
+            scores = tl.where(is_kept, scores, float("-inf"))
         score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
         token += at
     if NUM_CHUNKS > 1:
@@ -162,5 +171,5 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
 
 
 @triton.jit
-def _prob(value, threshold, best, mass):
-    return tl.where(value >= threshold, tl.exp(value - best) / mass, 0.0)
+def _prob(logit, threshold, best, sharp, mass):
+    return tl.where(logit >= threshold, tl.exp2((logit - best) * sharp) / mass, 0.0)

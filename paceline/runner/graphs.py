@@ -5,9 +5,11 @@ A key is a shape and a tail; what a graph does lies entirely in the function it 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,18 @@ logger = logging.getLogger(__name__)
 class GraphKey:
     shape: StepShape
     tail: Tail
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing some old graph or pinned memory would end the capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Graphs:
@@ -58,12 +72,15 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and waits for the device each time.
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._run(key)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[key] = graph
         self.capture_s += time.perf_counter() - started_s

@@ -161,7 +161,7 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
 
 def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tuple[Slots, Pages]:
     spec_config = config.speculative
-    num_slots = config.scheduler.max_num_seqs
+    num_slots, _ = config.scheduler.sizes
     count = num_pages(
         config.cache,
         page_bytes(config.cache.block_size, _token_bytes(found)),
@@ -200,7 +200,7 @@ def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInf
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
         draft_reads_features=device.drafter.reads_features,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 0,
+        max_num_batched_tokens=config.scheduler.sizes[1],
         model_name=found[0].files.name,
         device="cpu",
         dtype=_formats(config, found[0].files).name,

@@ -86,7 +86,7 @@ def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.d
     runner = CudaRunner(
         fixed,
         _info(config, found, fixed, dtype),
-        Buckets.of(capacity.rows, config.scheduler.max_num_batched_tokens, capacity.k),
+        Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k),
         custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
         use_graphs=device.type == "cuda" and not config.device.enforce_eager,
     )
@@ -119,7 +119,7 @@ def _slots(
     spec_config, vocab_size = config.speculative, found[0].spec.vocab_size
     keeps_probs = spec_config is not None and spec_config.draft_sample_method == "probabilistic"
     return Slots(
-        config.scheduler.max_num_seqs,
+        config.scheduler.sizes[0],
         max_model_len,
         spec_config.num_speculative_tokens if spec_config else 0,
         vocab_size,
@@ -130,7 +130,7 @@ def _slots(
 
 def _capacity(config: EngineConfig, slots: Slots) -> Capacity:
     """Uniform steps may be padded beyond what a plan may hold; mixed ones are rounded up."""
-    budget = config.scheduler.max_num_batched_tokens
+    _, budget = config.scheduler.sizes
     rounded = -(-budget // EAGER_TOKENS) * EAGER_TOKENS
     tokens = max(rounded, slots.num_slots * (slots.max_k + 1))
     return Capacity(slots.num_slots, tokens, slots.max_k)
@@ -158,7 +158,7 @@ def _num_pages(
         config.cache,
         page_bytes(config.cache.block_size, bytes_per_token),
         max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.sizes[0],
         gpu=gpu,
         cpu_free_bytes=1 << 40,
     )
@@ -195,7 +195,7 @@ def _info(
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
         draft_reads_features=device.drafter.reads_features,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 0,
+        max_num_batched_tokens=config.scheduler.sizes[1],
         model_name=found[0].files.name,
         device=torch.cuda.get_device_name() if slots.device.type == "cuda" else "cpu",
         dtype=str(dtype).removeprefix("torch."),

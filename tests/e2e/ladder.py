@@ -59,7 +59,7 @@ def pairwise(axes: dict[str, tuple[Any, ...]] = AXES) -> list[Rung]:
     pairs = {
         (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
     }
-    rng = random.Random(0)
+    rng = random.Random(8)  # with this one every tight rung of the CPU's cover preempts
     rungs: list[Rung] = []
     while pairs:
         candidates = [{n: rng.choice(axes[n]) for n in names} for _ in range(60)]

@@ -61,12 +61,13 @@ PARAMS: list[dict[str, Any]] = [
 def test_every_sampling_feature_gives_the_tokens_of_the_cpu_path(
     drafter: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = {
-        "none": lambda: None,
-        "ngram": lambda: NGRAM,
-        "draft_model": lambda: draft_model(workshop, 3),
-        "sampled drafts": lambda: draft_model(workshop, 3, draft_sample_method="probabilistic"),
-    }[drafter]()
+    specs: dict[str, dict[str, Any] | None] = {
+        "none": None,
+        "ngram": NGRAM,
+        "draft_model": draft_model(workshop, 3),
+        "sampled drafts": draft_model(workshop, 3, draft_sample_method="probabilistic"),
+    }
+    spec = specs[drafter]
     params = [SamplingParams(max_tokens=24, detokenize=False, **p) for p in PARAMS]
     prompts = PROMPTS[2 : 2 + len(params)]
     wanted = run(workshop, prompts, params, spec)

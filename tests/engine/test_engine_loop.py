@@ -334,6 +334,9 @@ class Scripted:
     def launch(self, plan: StepPlan) -> ScriptedStep:
         return ScriptedStep(self._runner.launch(plan), *next(self._times))
 
+    def use_spare_time(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

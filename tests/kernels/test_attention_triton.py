@@ -37,7 +37,7 @@ def outcome(device: torch.device, batch_rows: list[int], width: int = 4) -> Tens
     count_B = part.query_len_B.long()
     for i, (count, last) in enumerate(zip(count_B.tolist(), last_B.tolist(), strict=True)):
         query_TD[i * width : i * width + count] = qkv_TD[last + 1 - count : last + 1]
-    prepare(part, len(query_TD))
+    prepare(part, len(query_TD), len(key))
     found = [paged_attention(query_TD, key, value, part, scale) for _ in range(2)]
     assert torch.equal(*found), "a second layer finds the tickets as the first did"
     return found[0][part.row_start_B.long() + count_B.clamp(min=1) - 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
@@ -100,8 +101,9 @@ def test_without_max_model_len_the_cache_decides_and_says_so(
         build(folder, kv_cache_memory_bytes=1 << 16, max_model_len=256)
 
 
-def test_cuda_is_refused_by_name_until_it_exists(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--device cuda is not supported yet"):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu_is_an_error_that_says_what_to_do(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no usable NVIDIA GPU here; use --device cpu"):
         build(folder, device="cuda")
 
 

@@ -1,0 +1,125 @@
+"""Cases of the products of few rows: each way to multiply, each end, odd sizes and real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
+from paceline.kernels.gemv_table import Tile
+from paceline.kernels.triton_cases import FLOATS, Arguments, TritonCase
+
+EPS = 1e-5
+FUNCTIONS = {
+    "plain": "linear",
+    "wide": "linear",
+    "normed": "norm_linear",
+    "gated": "norm_linear_silu",
+    "heads": "norm_linear_heads",
+    "added": "linear_add",
+    "last": "linear_add",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product. A tile is the last argument of the Triton twin; None: what the table says."""
+
+    rows: int
+    n: int
+    k: int
+    tile: Tile | None = None
+    has_bias: bool = False
+    num_kv: int = 2
+    head: int = 16
+
+
+SMALL = {
+    "fma-one-row": Shape(1, 96, 80, Tile("fma", 1, 8, 32, 4, 2)),
+    "fma-three-rows-bias": Shape(3, 96, 72, Tile("fma", 4, 16, 128), has_bias=True),
+    "fma-two-rows": Shape(2, 112, 64, Tile("fma", 2, 4, 64, 2)),
+    "mma-bias": Shape(5, 96, 256, Tile("mma", 8, 16, 32, 2, 3), has_bias=True),
+    "mma-odd-inputs": Shape(13, 112, 80, Tile("mma", 16, 32, 32, 2, 2)),
+    "mma-splits-and-row-blocks": Shape(19, 96, 256, Tile("mma", 16, 16, 32, 2, 1, 2)),
+    "dot": Shape(5, 96, 80, Tile("dot", 16, 32, 16, 4, 2)),
+    "dot-splits-bias": Shape(21, 112, 96, Tile("dot", 16, 32, 32, 4, 2, 2), has_bias=True),
+    "one-row-by-default": Shape(1, 96, 72),
+    "few-rows-by-default": Shape(7, 96, 72),
+    "many-rows-by-default": Shape(40, 96, 72, has_bias=True),
+}
+LARGE = {
+    "8b-one-row": Shape(1, 6144, 4096, num_kv=8, head=128),
+    "8b-eight-rows": Shape(8, 6144, 4096, num_kv=8, head=128),
+    "8b-sixty-four-rows": Shape(64, 6144, 4096, Tile("dot", 64, 64, 64, 4, 3, 2, 512), num_kv=8),
+    "135m-one-row": Shape(1, 960, 576, num_kv=3, head=64),
+    "135m-thirty-rows": Shape(30, 960, 576, Tile("mma", 32, 16, 32, 2, 3), num_kv=3, head=64),
+}
+
+
+def cases() -> Iterator[TritonCase]:
+    for end, function in FUNCTIONS.items():
+        for name, shape in {**SMALL, **LARGE}.items():
+            yield TritonCase(
+                kernel="gemv",
+                name=f"{end}-{name}",
+                reference=f"paceline.kernels.triton_cases_gemv:{end}_reference",
+                fast=f"paceline.kernels.triton_cases_gemv:{end}_fast",
+                make=partial(_make, end, shape),
+                outputs=partial(_outputs, end, shape),
+                dtypes=FLOATS,
+                # Sums of thousands of products, and a tile's order of them is not torch's.
+                scale=4.0 if name in LARGE else 2.0,
+                is_large=name in LARGE,
+            )
+        del function
+
+
+def _make(end: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Arguments:
+    generator = torch.Generator().manual_seed(shape.rows * 7 + shape.n)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device)
+
+    weight = draw(shape.n, shape.k) * shape.k**-0.5
+    bias = draw(shape.n).to(dtype) if shape.has_bias else None
+    product = Product(weight.to(dtype), bias)
+    x = draw(shape.rows, shape.k)
+    rows = NormedRows(x.to(dtype), x.square().view(shape.rows, 8, -1).sum(2), EPS)
+    residual, norm = draw(shape.rows, shape.n), draw(shape.n).to(dtype)
+    arguments: dict[str, Arguments] = {
+        "plain": (rows.x_TD, product),
+        "wide": (rows.x_TD, product, torch.float32),
+        "normed": (rows, product),
+        "gated": (rows, product),
+        "heads": (rows, product, _places(shape, device, dtype, draw)),
+        "added": (rows.x_TD, product, residual, norm, EPS),
+        "last": (rows.x_TD, product, residual),
+    }
+    return (*arguments[end], shape.tile)
+
+
+def _places(shape: Shape, device: torch.device, dtype: torch.dtype, draw: Any) -> HeadPlaces:
+    angle = draw(shape.rows, shape.head // 2)
+    key = torch.zeros(shape.num_kv, 128, shape.head, device=device, dtype=dtype)
+    slot = torch.arange(shape.rows, dtype=torch.int32) * 2 - 1  # the first writes nothing
+    rotation = torch.polar(torch.ones_like(angle), angle)
+    return HeadPlaces(rotation, key, torch.zeros_like(key), slot.to(device))
+
+
+def _outputs(end: str, shape: Shape, arguments: Arguments, result: Any) -> list[Tensor]:
+    if end == "heads":
+        places: HeadPlaces = arguments[2]
+        num_q = shape.n - 2 * shape.num_kv * shape.head
+        return [result[:, :num_q], places.key_NSH, places.value_NSH]
+    if end == "last":
+        return [arguments[2]]
+    if end == "added":
+        return [arguments[2], result.x_TD, result.squares_TP.sum(1) / shape.n]
+    return [result]
+
+
