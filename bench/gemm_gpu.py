@@ -76,8 +76,10 @@ class Operands:
         torch.manual_seed(rows)
         self.shape = shape
         self.x = torch.randn(rows, shape.k, device=device).to(dtype)
-        squares = torch.rand(rows, 64, device=device) + 0.5
-        self.rows = NormedRows(self.x, squares * (shape.k / 64), EPS)
+        # As many partial sums as the product in front would leave (see `candidates`).
+        num_squares = shape.k // (4 if rows == 1 else 16)
+        squares = torch.rand(rows, num_squares, device=device) + 0.5
+        self.rows = NormedRows(self.x, squares * (shape.k / num_squares), EPS)
         self.residual = torch.randn(rows, shape.n, device=device)
         self.norm = torch.rand(shape.n, device=device).to(dtype) + 0.5
         key = torch.zeros(shape.num_kv, 512, shape.head, device=device, dtype=dtype)
@@ -115,11 +117,9 @@ def timed(call: Callable[[int], Any], calls: int) -> float:
         call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would also empty torch's cache each time
-        graph.capture_begin()
+    with torch.cuda.graph(graph, stream=stream):
         for i in range(calls):
             call(i)
-        graph.capture_end()
     graph.replay()
     best = float("inf")
     for _ in range(3):
@@ -163,7 +163,7 @@ def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, A
         x = operands.x
         wanted = wanted_of(shape, rows, product(0))
         yield rows, "cublas", None, timed(lambda i: torch_linear(x, product(i).weight_NK), calls)  # noqa: B023
-        for tile in candidates(shape.end, shape.n, shape.k, rows):
+        for tile in candidates(shape.n, shape.k, rows):
             try:
                 wrong = error_of(wanted, shape, rows, product(0), tile)
                 if not wrong < TOLERANCE:
@@ -184,7 +184,7 @@ def compile_all(shapes: list[Shape], rows_list: list[int], workers: int) -> None
         (shape, tile._replace(is_dependent=True))
         for shape in shapes
         for rows in rows_list
-        for tile in candidates(shape.end, shape.n, shape.k, rows)
+        for tile in candidates(shape.n, shape.k, rows)
     }
     begin = time.monotonic()
     context = multiprocessing.get_context("fork")
@@ -197,7 +197,8 @@ def _compile(job: tuple[Shape, Tile]) -> str | None:
     shape, tile = job
     try:
         with CompileOnly():
-            operands = Operands(shape, min(tile.block_t, 16), "cpu", torch.bfloat16)
+            rows = 1 if tile.block_t == 1 else 8
+            operands = Operands(shape, rows, "cpu", torch.bfloat16)
             weight = torch.empty(shape.n, shape.k, dtype=torch.bfloat16)
             operands.run(gemv_triton, Product(weight, None), tile=tile)
     except Exception as error:
@@ -219,11 +220,13 @@ def main() -> None:
     rows_list = [int(x) for x in options.rows.split(",")]
     compile_all(shapes, rows_list, options.workers)
     found: list[tuple[str, int, str, Any, float]] = []
+    print(f"{time.monotonic() - begin:.1f} s")
     for shape in shapes:
         for rows, who, tile, took in time_shape(shape, rows_list):
             found.append((str(shape), rows, who, tile, took))
             if time.monotonic() - begin > options.seconds:
                 break
+    print(f"{time.monotonic() - begin:.1f} s for {len(found)} timings")
     report(shapes, rows_list, found)
     if options.json:
         options.json.write_text(json.dumps(found))
@@ -231,8 +234,9 @@ def main() -> None:
         fill_table(found)
     for name in options.models.split(","):
         time_stacks(name, rows_list, found if options.write else [])
-    if options.write:
-        gemv_table.FILE.write_text(json.dumps(gemv_table._table(), indent=1) + "\n")
+        print(f"{time.monotonic() - begin:.1f} s")
+        if options.write:
+            gemv_table.FILE.write_text(json.dumps(gemv_table._table(), indent=1) + "\n")
 
 
 def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
@@ -270,15 +274,20 @@ def time_stacks(name: str, rows_list: list[int], found: list[Any]) -> None:
         print(line)
 
 
-def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 4) -> None:
+def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -> None:
     """Choose among the best tiles of each product by the time of the whole stack."""
     residual, rotation, inputs = stack.inputs(rows)
     known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
     for shape in MODELS[name][:4]:
         here = [x for x in found if x[:2] == (str(shape), rows)]
         own = sorted((x for x in here if x[2] == "own"), key=lambda x: x[4])
+        cublas = min((x[4] for x in here if x[2] == "cublas"), default=0.0)
+        # cuBLAS needs kernels beside it that are part of ours.
+        choices = [x[3] for x in own[:best_of] if x[4] < 1.5 * cublas]
+        if not choices or own[0][4] > 0.7 * cublas:
+            choices.append("cublas")
         tried = []
-        for choice in [x[3] for x in own[:best_of]] + ["cublas"]:
+        for choice in choices:
             known.setdefault(str(shape), {})[str(rows)] = choice
             stack.forget()
             took = timed(lambda _: stack.run(residual, rotation, inputs, True), 1)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from paceline.kernels import activation_triton, gemv_table, norm_triton, rope_triton
 from paceline.kernels.dispatch import Kernels
+from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DecoderLayer, ForwardInputs
+from paceline.models.decoder import DenseLayer
 from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec, RopeSpec
 from paceline.state.pages import LayerPages
@@ -53,7 +54,7 @@ class Stack:
         width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
         num_q, num_kv = spec.num_heads * head, spec.num_kv_heads * head
         self.layers = [
-            DecoderLayer(
+            DenseLayer(
                 input_norm=_norm(width),
                 qkv=_linear(num_q + 2 * num_kv, width),
                 o=_linear(width, num_q),

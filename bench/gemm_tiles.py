@@ -13,80 +13,65 @@ from paceline.kernels import gemv_triton
 from paceline.kernels.gemv_table import Tile
 
 
-def candidates(end: str, n: int, k: int, rows: int) -> Iterator[Tile]:
+def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
     """Tiles worth a try for `rows` rows of an n x k weight."""
-    is_small = k < 2048
-    if rows == 1 or (rows <= 4 and is_small and n < 16384):
-        yield from _fma(1 if rows == 1 else 4, n, k)
-    if rows > 1 or not is_small:
-        yield from _mma(n, k, rows)
-    if rows > 16:
-        yield from _dot(n, k, rows)
-
-
-def _fma(block_t: int, n: int, k: int) -> Iterator[Tile]:
-    width = 1 << (k - 1).bit_length()
-    if n < 16384 and k < 2048:
-        for block_n, warps in ((2, 1), (4, 1), (4, 2), (8, 2)):
-            yield Tile("fma", block_t, block_n, width, warps, 1)
-    elif k < 2048:  # a vocabulary of a small model
-        for block_n, warps in ((8, 2), (8, 4), (16, 4), (4, 1)):
-            yield Tile("fma", block_t, block_n, width, warps, 1)
-    else:
+    if k < 2048:
+        yield from _small(n, k, rows)
+    elif rows == 1:
         for block_n, block_k, warps, depth in (
             (4, 1024, 4, 2),
             (4, 2048, 4, 1),
             (4, 4096, 8, 1),
-            (4, 1024, 4, 3),
             (8, 2048, 8, 1),
-            (8, 512, 2, 2),
-            (2, 4096, 4, 1),
         ):
-            yield Tile("fma", block_t, block_n, block_k, warps, depth)
-
-
-def _mma(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """(outputs, warps, chunks in flight, splits) for each number of padded rows."""
-    block_t = max(8, min(64, 1 << (rows - 1).bit_length()))
-    if k < 2048:
-        cuts = {
-            8: ((16, 1, 6, 1), (16, 2, 9, 1), (16, 4, 6, 1), (32, 2, 4, 1), (32, 4, 3, 1)),
-            16: ((16, 1, 6, 1), (16, 2, 6, 1), (16, 4, 4, 1), (32, 2, 4, 1), (32, 4, 3, 1)),
-            32: ((16, 2, 4, 1), (16, 4, 3, 1), (32, 2, 3, 1), (32, 4, 2, 1)),
-            64: ((16, 2, 2, 1), (16, 4, 2, 1), (32, 4, 1, 1)),
-        }[block_t]
+            if block_n == 4 or n > 4096:
+                yield Tile("fma", 1, block_n, block_k, warps, depth)
     else:
-        cuts = {
-            8: ((16, 4, 4, 1), (16, 8, 4, 1), (16, 8, 2, 1), (32, 4, 3, 1), (32, 8, 2, 1)),
-            16: ((16, 4, 4, 1), (16, 8, 3, 1), (32, 4, 3, 1), (32, 8, 2, 1), (32, 4, 2, 2)),
-            32: ((16, 8, 2, 1), (32, 4, 2, 1), (32, 8, 2, 1), (32, 4, 2, 2)),
-            64: ((16, 8, 1, 1), (32, 4, 1, 1), (32, 4, 1, 2)),
-        }[block_t]
-    for block_n, warps, depth, splits in cuts:
-        if splits == 1 or n < 16384:
-            yield Tile("mma", block_t, block_n, 32, warps, depth, splits)
-    if block_t > 16 and k < 2048:
-        yield Tile("mma", 16, 32, 32, 2, 4)
-        yield Tile("mma", 16, 16, 32, 2, 6)
+        yield from _large(n, k, rows)
 
 
-def _dot(n: int, k: int, rows: int) -> Iterator[Tile]:
-    block_t = 32 if rows <= 32 else 64
-    if k < 2048:
-        for block_n, warps, depth in ((16, 4, 4), (32, 4, 4), (64, 4, 4), (128, 4, 3)):
-            yield Tile("dot", block_t, block_n, 64, warps, depth, 1, k)
+def _small(n: int, k: int, rows: int) -> Iterator[Tile]:
+    """All weights of a program are on their way before it waits."""
+    width = 1 << (k - 1).bit_length()
+    if rows == 1:
+        cuts = ((8, 4), (16, 4), (8, 2)) if n > 16384 else ((4, 1), (4, 2), (8, 2))
+        if n < 1024:  # always as many partial sums
+            cuts = ((4, 1), (4, 2), (4, 4)) if k == n or k > n else ((2, 1), (4, 1), (8, 2))
+        for block_n, warps in cuts:
+            yield Tile("fma", 1, block_n, width, warps, 1)
         return
-    for block_n, block_k, warps, depth, splits, ahead in (
-        (64, 128, 4, 4, 1, 512),
-        (64, 128, 4, 4, 2, 512),
-        (128, 64, 4, 5, 1, 512),
-        (128, 64, 4, 5, 1, 0),
-        (128, 64, 4, 5, 2, 512),
-        (128, 128, 8, 3, 4, 512),
-        (128, 64, 8, 6, 1, 256),
-    ):
-        if splits == 1 or n < 16384:
-            yield Tile("dot", block_t, block_n, block_k, warps, depth, splits, ahead)
+    for warps in (2, 4) if k < 1024 else (4, 8):
+        depth = -(-k // (32 * warps))
+        yield Tile("mma", 8, 16, 32, warps, depth)
+        if rows > 8:
+            yield Tile("mma", 16, 16, 32, warps, depth)
+        if rows > 16:
+            yield Tile("mma", 32, 16, 32, warps, 3, 1, k)
+    if n > 1024:
+        yield Tile("mma", min(rows, 16), 32, 32, 2, 9 if rows == 8 else 4, 1, k)
+    if rows > 16:
+        yield Tile("dot", rows, 32 if n < 16384 else 64, 64, 4, 4, 1, k)
+
+
+def _large(n: int, k: int, rows: int) -> Iterator[Tile]:
+    """(outputs, warps, chunks in flight, inputs pulled ahead); then tiles in shared memory."""
+    cuts = {
+        8: ((16, 4, 4, 0), (16, 8, 4, 0), (16, 8, 2, 0), (32, 4, 4, 0), (16, 8, 4, 4096)),
+        16: ((16, 4, 4, 0), (16, 8, 3, 0), (32, 4, 3, 0), (32, 8, 2, 0)),
+        32: ((16, 8, 2, 0), (32, 4, 2, 0), (32, 8, 1, 0)),
+        64: (),
+    }[rows]
+    for block_n, warps, depth, ahead in cuts:
+        if (not ahead or n < 16384) and (block_n == 16 or n > 4096):
+            yield Tile("mma", rows, block_n, 32, warps, depth, 1, ahead)
+    if rows < 32:
+        return
+    if n < 16384:
+        yield Tile("dot", rows, 64, 128, 4, 4, 1, 512)
+        yield Tile("dot", rows, 64, 128, 4, 4, 2, 512)
+    else:
+        yield Tile("dot", rows, 128, 64, 4, 5, 1, 512)
+        yield Tile("dot", rows, 128, 64, 4, 5, 1, 0)
 
 
 class _NoGpu:
@@ -121,7 +106,7 @@ class CompileOnly:
     def __enter__(self) -> Self:
         driver.set_active(_NoGpu())
         self._kernels = {
-            x: getattr(gemv_triton, x) for x in ("_fma_kernel", "_mma_kernel", "_dot_kernel")
+            x: getattr(gemv_triton, x) for x in ("fma_kernel", "mma_kernel", "dot_kernel")
         }
         for name, kernel in self._kernels.items():
             setattr(gemv_triton, name, _Warm(kernel))

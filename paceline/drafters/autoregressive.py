@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftPass, DraftStep
-from paceline.models.decoder import Decoder, ForwardInputs
+from paceline.layers.attention import ForwardInputs
+from paceline.models.decoder import Decoder
 from paceline.models.draft_heads import EagleModel
 from paceline.sampling.draft import propose_tokens
 from paceline.state.pages import LayerPages

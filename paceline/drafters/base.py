@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.state.slots import Slots
 
 

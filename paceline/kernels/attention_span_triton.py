@@ -2,7 +2,7 @@
 
 A work item is one KV head over one span of a row's KV; the queries of the row times the heads of
 the group are the rows of its tile. KV is weighed in blocks of 64 positions, blocks are merged in
-order within stretches of 1,024, stretches are merged in order. A span is a block, a stretch or all
+order within stretches of 256, stretches are merged in order. A span is a block, a stretch or all
 there is, so whoever merges does the same: bits depend on nothing but the row.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
-from paceline.kernels.attention_work_triton import BLOCK, STRETCH, span_rows
+from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, span_rows
 
 LOG2_E = 1.4426950408889634
 
@@ -79,6 +79,7 @@ def attend_spans(
         PADDED_GROUP=triton.next_power_of_2(group),
         PADDED=padded_size,
         BLOCKS=STRETCH // BLOCK,
+        FINE_SPANS=MOST_BLOCKS,
         num_warps=4,
     )
 
@@ -278,6 +279,7 @@ def _merge_kernel(  # noqa: PLR0913
     PADDED_GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    FINE_SPANS: tl.constexpr,
 ):
     """Partial results of one entry and KV head into its output; zeros where nobody owns it."""
     entry, head = tl.program_id(0), tl.program_id(1)
@@ -293,24 +295,24 @@ def _merge_kernel(  # noqa: PLR0913
     place = first.to(tl.int64) * stride + head * partial_rows + first_row + row
     state_at = states_ENR2 + place * 2
     sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
+    is_row = row < GROUP
     top, total, result = _nothing(PADDED_GROUP, PADDED)
     if is_fine == 0:
-        top, total, result = _merge_some(
-            state_at, sum_at, inside, num_spans, stride, GROUP, HEAD, PADDED_GROUP, PADDED
-        )
+        for stretch in range(0, num_spans, FINE_SPANS):
+            # Unrolled, so that many loads are on their way at once.
+            for i in tl.static_range(FINE_SPANS):
+                top, total, result = _merge(
+                    *(top, total, result),
+                    *_load_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, HEAD),
+                )
     else:
-        for span in range(0, num_spans, BLOCKS):
-            run_top, run_total, run_result = _merge_some(
-                state_at + span * stride * 2,
-                sum_at + span * stride * HEAD,
-                inside,
-                tl.minimum(num_spans - span, BLOCKS),
-                stride,
-                GROUP,
-                HEAD,
-                PADDED_GROUP,
-                PADDED,
-            )
+        for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
+            run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
+            for i in tl.static_range(BLOCKS):
+                run_top, run_total, run_result = _merge(
+                    *(run_top, run_total, run_result),
+                    *_load_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, HEAD),
+                )
             top, total, result = _merge(top, total, result, run_top, run_total, run_result)
     result /= tl.where(total == 0.0, 1.0, total)[:, None]
     width = KV_HEADS * GROUP * HEAD
@@ -320,29 +322,11 @@ def _merge_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _merge_some(  # noqa: PLR0913
-    state_at,
-    sum_at,
-    inside,
-    num_spans,
-    stride,
-    GROUP: tl.constexpr,
-    HEAD: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Partial results one after the other, eight loads in flight at a time."""
-    top, total, result = _nothing(PADDED_GROUP, PADDED)
-    is_row = tl.arange(0, PADDED_GROUP) < GROUP
-    for first in range(0, num_spans, 8):
-        for i in tl.static_range(8):
-            span = first + i
-            exists = is_row & (span < num_spans)
-            at = state_at + span * stride * 2
-            other_top = tl.load(at, mask=exists, other=float("-inf"))
-            other_total = tl.load(at + 1, mask=exists, other=0.0)
-            other_result = tl.load(
-                sum_at + span * stride * HEAD, mask=inside & (span < num_spans), other=0.0
-            )
-            top, total, result = _merge(top, total, result, other_top, other_total, other_result)
-    return top, total, result
+def _load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD: tl.constexpr):
+    """A partial result; nothing where there is none."""
+    exists = is_row & (span < num_spans)
+    top = tl.load(state_at + span * stride * 2, mask=exists, other=float("-inf"))
+    total = tl.load(state_at + span * stride * 2 + 1, mask=exists, other=0.0)
+    column = tl.arange(0, sum_at.shape[1])
+    inside = exists[:, None] & (column < HEAD)[None, :]
+    return top, total, tl.load(sum_at + span * stride * HEAD, mask=inside, other=0.0)

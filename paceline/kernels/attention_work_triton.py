@@ -14,14 +14,17 @@ import triton.language as tl
 from paceline.kernels.attention import AttentionBatch, AttentionWork
 
 BLOCK = 64  # KV positions that are weighed at once: the smallest span
-STRETCH = 1024  # positions whose blocks are merged before they meet others: the usual span
+STRETCH = 256  # positions whose blocks are merged before they meet others
 SHORT = 16  # rows of at most so many queries are cut along KV
 TILE_ROWS = 128  # queries times group of a tile, where rows are cut along queries
+# While there is little to do (items, counting heads, if rows were cut so): rows of few blocks are
+# cut into blocks, others into stretches. Else rows of few stretches are one span.
+LITTLE = 512
+MOST_BLOCKS = 8
+MOST_UNCUT_STRETCHES = 4
 # Spans whose results wait for others. A row that finds no room is one span: by then there is work
 # for every multiprocessor.
-MOST_PARTIALS = 512
-# Rows are cut into blocks while this many items, counting heads, would be enough for all of them.
-MOST_FINE_ITEMS = 1024
+MOST_PARTIALS = 1024
 ENTRIES_AT_ONCE = 128
 
 
@@ -65,8 +68,10 @@ def make_work(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> Att
         TILE_QUERIES=tile_queries,
         FINE=BLOCK,
         COARSE=STRETCH,
+        MOST_FINE=MOST_BLOCKS,
+        MOST_UNCUT=MOST_UNCUT_STRETCHES,
+        LITTLE_WORK=LITTLE // num_kv_heads,
         PARTIALS=MOST_PARTIALS,
-        FINE_ITEMS=min(MOST_FINE_ITEMS // num_kv_heads, MOST_PARTIALS),
         GROUP=batch.group_size,
         ENTRIES=ENTRIES_AT_ONCE,
         num_warps=4,
@@ -95,8 +100,10 @@ def _work_kernel(  # noqa: PLR0913
     TILE_QUERIES: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
+    MOST_FINE: tl.constexpr,
+    MOST_UNCUT: tl.constexpr,
+    LITTLE_WORK: tl.constexpr,
     PARTIALS: tl.constexpr,
-    FINE_ITEMS: tl.constexpr,
     GROUP: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
@@ -106,22 +113,28 @@ def _work_kernel(  # noqa: PLR0913
         block = row - num_rows
         _mark_dead(row_start_B, query_len_B, merge_T4, block, num_rows, num_entries, ENTRIES)
         return
-    num_blocks = _count_blocks(
-        query_len_B, length_B, num_rows, table_length, LONGEST_SHORT, SPAN_QUERIES, FINE
-    )
-    span = tl.where(num_blocks <= FINE_ITEMS, FINE, COARSE)
-    first_item, num_items, first_tile, num_tiles, is_cut = _place_row(
-        query_len_B,
-        length_B,
-        row,
-        num_rows,
-        table_length,
-        span,
-        LONGEST_SHORT,
-        SPAN_QUERIES,
-        TILE_QUERIES,
-        PARTIALS,
-    )
+    # Twice over all rows: how much there is to do if they are cut finely, then where they lie.
+    is_fine = True
+    num_items, num_tiles, my_spans, my_item, my_partial, my_tile = 0, 0, 0, 0, 0, 0
+    for turn in tl.static_range(2):
+        num_items, num_tiles, my_spans, my_item, my_partial, my_tile = _place_row(
+            query_len_B,
+            length_B,
+            row,
+            num_rows,
+            table_length,
+            is_fine,
+            LONGEST_SHORT,
+            SPAN_QUERIES,
+            TILE_QUERIES,
+            FINE,
+            COARSE,
+            MOST_FINE,
+            MOST_UNCUT,
+            PARTIALS,
+        )
+        if turn == 0:
+            is_fine = num_items <= LITTLE_WORK
     if row == 0:
         tl.store(count_2, num_items)
         tl.store(count_2 + 1, num_tiles)
@@ -129,20 +142,21 @@ def _work_kernel(  # noqa: PLR0913
     query_len = tl.load(query_len_B + row).to(tl.int32)
     length = tl.load(length_B + row).to(tl.int32)
     slot = tl.load(slot_B + row).to(tl.int32)
-    is_cut = (is_cut > 0) & (query_len <= LONGEST_SHORT)
-    num_spans = tl.where(is_cut, tl.cdiv(tl.minimum(length, table_length), span), 1)
+    seen = tl.minimum(length, table_length)
+    is_fine = is_fine & (seen <= FINE * MOST_FINE)
     if query_len > LONGEST_SHORT:
-        _write_tiles(tile_E4, first_tile, start, query_len, length, slot, TILE_QUERIES)
+        _write_tiles(tile_E4, my_tile, start, query_len, length, slot, TILE_QUERIES)
     else:
         _write_spans(
             span_E8,
-            first_item,
+            my_item,
+            my_partial,
             start,
             query_len,
             length,
             slot,
-            num_spans,
-            span,
+            my_spans,
+            tl.where(is_fine, FINE, COARSE),
             table_length,
             SPAN_QUERIES,
         )
@@ -150,10 +164,9 @@ def _work_kernel(  # noqa: PLR0913
         query = first + tl.arange(0, 64)
         merge_at = merge_T4 + (start + query) * 4
         inside = query < query_len
-        piece = query // SPAN_QUERIES
-        tl.store(merge_at, first_item + piece * num_spans, mask=inside)
-        tl.store(merge_at + 1, tl.where(num_spans > 1, num_spans, 0 * query), mask=inside)
-        tl.store(merge_at + 2, tl.where(span == FINE, 1, 0 * query), mask=inside)
+        tl.store(merge_at, my_partial + query // SPAN_QUERIES * my_spans, mask=inside)
+        tl.store(merge_at + 1, tl.where(my_spans > 1, my_spans, 0 * query), mask=inside)
+        tl.store(merge_at + 2, tl.where(is_fine, 1, 0 * query), mask=inside)
         tl.store(merge_at + 3, query % SPAN_QUERIES * GROUP, mask=inside)
 
 
@@ -181,69 +194,63 @@ def _mark_dead(
 
 
 @triton.jit
-def _short_tiles(
-    query_len_B, row, num_rows, LONGEST_SHORT: tl.constexpr, SPAN_QUERIES: tl.constexpr
-):
-    """Queries of rows, and the query tiles of those that are cut along KV."""
-    query_len = tl.load(query_len_B + row, mask=row < num_rows, other=0).to(tl.int32)
-    tiles = tl.where(query_len <= LONGEST_SHORT, tl.cdiv(query_len, SPAN_QUERIES), 0)
-    return query_len, tiles
-
-
-@triton.jit
-def _count_blocks(
-    query_len_B,
-    length_B,
-    num_rows,
-    table_length,
-    LONGEST_SHORT: tl.constexpr,
-    SPAN_QUERIES: tl.constexpr,
-    FINE: tl.constexpr,
-):
-    """Items if every row were cut into blocks."""
-    count = 0
-    for first in range(0, num_rows, 256):
-        row = first + tl.arange(0, 256)
-        _, tiles = _short_tiles(query_len_B, row, num_rows, LONGEST_SHORT, SPAN_QUERIES)
-        length = tl.load(length_B + row, mask=row < num_rows, other=0).to(tl.int32)
-        count += tl.sum(tiles * tl.cdiv(tl.minimum(length, table_length), FINE))
-    return count
-
-
-@triton.jit
 def _place_row(  # noqa: PLR0913
     query_len_B,
     length_B,
     my_row,
     num_rows,
     table_length,
-    span,
+    is_fine,
     LONGEST_SHORT: tl.constexpr,
     SPAN_QUERIES: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    MOST_FINE: tl.constexpr,
+    MOST_UNCUT: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Where a row's items begin in the two lists, how long the lists are, and whether it is cut.
+    """How long the lists are; a row's spans, first item, first partial result and first tile.
 
-    Rows are cut until partial results have no room; the others are one span per query tile.
+    Rows that are one span come first: they may be long, and short items fill up the end.
     """
-    first_item, num_items, first_tile, num_tiles, is_cut, num_wanted = 0, 0, 0, 0, 0, 0
+    num_whole, whole_before, num_cut, cut_before, num_tiles, tiles_before = 0, 0, 0, 0, 0, 0
+    my_spans, num_wanted = 0, 0
     for first in range(0, num_rows, 256):
         row = first + tl.arange(0, 256)
-        query_len, pieces = _short_tiles(query_len_B, row, num_rows, LONGEST_SHORT, SPAN_QUERIES)
+        query_len = tl.load(query_len_B + row, mask=row < num_rows, other=0).to(tl.int32)
         length = tl.load(length_B + row, mask=row < num_rows, other=0).to(tl.int32)
-        tiles = tl.where(query_len > LONGEST_SHORT, tl.cdiv(query_len, TILE_QUERIES), 0)
-        wanted = pieces * tl.cdiv(tl.minimum(length, table_length), span)
-        fits = num_wanted + tl.cumsum(wanted) <= PARTIALS
-        items = tl.where(fits, wanted, pieces)
+        seen = tl.minimum(length, table_length)
+        blocks, stretches = tl.cdiv(seen, FINE), tl.cdiv(seen, COARSE)
+        fine_spans = tl.where(blocks <= MOST_FINE, blocks, stretches)
+        coarse_spans = tl.where(stretches <= MOST_UNCUT, 1, stretches)
+        spans = tl.where(is_fine, fine_spans, coarse_spans)
+        is_long = query_len > LONGEST_SHORT
+        pieces = tl.where(is_long, 0, tl.cdiv(query_len, SPAN_QUERIES))
+        tiles = tl.where(is_long, tl.cdiv(query_len, TILE_QUERIES), 0)
+        wanted = tl.where(spans > 1, pieces * spans, 0)
+        # Once a row finds no room, those after it find none either.
+        is_cut = (wanted > 0) & (num_wanted + tl.cumsum(wanted) <= PARTIALS)
+        whole = tl.where(is_cut, 0, pieces)
+        cut = tl.where(is_cut, wanted, 0)
         is_before = row < my_row
-        first_item += tl.sum(tl.where(is_before, items, 0))
-        first_tile += tl.sum(tl.where(is_before, tiles, 0))
-        num_items += tl.sum(items)
-        num_tiles += tl.sum(tiles)
+        whole_before += tl.sum(tl.where(is_before, whole, 0))
+        cut_before += tl.sum(tl.where(is_before, cut, 0))
+        tiles_before += tl.sum(tl.where(is_before, tiles, 0))
+        my_spans += tl.sum(tl.where((row == my_row) & is_cut, spans, 0))
         num_wanted += tl.sum(wanted)
-        is_cut += tl.sum(tl.where(row == my_row, fits, False).to(tl.int32))
-    return first_item, num_items, first_tile, num_tiles, is_cut
+        num_whole += tl.sum(whole)
+        num_cut += tl.sum(cut)
+        num_tiles += tl.sum(tiles)
+    my_item = tl.where(my_spans > 0, num_whole + cut_before, whole_before)
+    return (
+        num_whole + num_cut,
+        num_tiles,
+        tl.maximum(my_spans, 1),
+        my_item,
+        cut_before,
+        tiles_before,
+    )
 
 
 @triton.jit
@@ -265,6 +272,7 @@ def _write_tiles(tile_E4, first_tile, start, query_len, length, slot, TILE_QUERI
 def _write_spans(  # noqa: PLR0913
     span_E8,
     first_item,
+    first_partial,
     start,
     query_len,
     length,
@@ -292,4 +300,4 @@ def _write_spans(  # noqa: PLR0913
         tl.store(item_at + 4, end, mask=inside)
         tl.store(item_at + 5, tl.broadcast_to(slot, (64,)), mask=inside)
         # Where the partial result goes: -1 if it is the whole.
-        tl.store(item_at + 6, tl.where(num_spans > 1, first_item + index, -1), mask=inside)
+        tl.store(item_at + 6, tl.where(num_spans > 1, first_partial + index, -1), mask=inside)

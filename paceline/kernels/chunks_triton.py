@@ -79,14 +79,6 @@ def sharpness(temperature):
 
 
 @triton.jit
-def divided(logit, divisor):
-    """logit / divisor as IEEE rounds it, for sane numbers, in a third of the instructions."""
-    inverse = 1.0 / divisor
-    guess = logit * inverse
-    return tl.fma(tl.fma(-guess, divisor, logit), inverse, guess)
-
-
-@triton.jit
 def ordered_bits(value):
     """int32 in the order of the floats; -0.0 and 0.0 are one."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)

@@ -5,7 +5,7 @@ Owns how a norm travels between two products; which twin or which tile runs is k
 A norm is linear but for one number per row, so it never needs a kernel of its own: the product that
 updates the residual also hands on `residual * norm weight` and sums of the residual's squares, and
 the next product multiplies what it adds up by 1 / rms. Letters: T rows, K inputs, N outputs, D the
-residual's width, P partial sums.
+residual's width, P partial sums. A `tile` says how the twin cuts its work; torch needs none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
+from paceline.kernels.gemv_table import Tile
 from paceline.kernels.rope import rotate_, write_kv
 
 # A residual may outgrow fp16 before it is divided by its rms; powers of two cost no bits.
@@ -54,23 +55,27 @@ def scale_rows(residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Ten
     return NormedRows(scaled_TD.to(like.dtype), residual_TD.square().sum(1, keepdim=True), eps)
 
 
-def linear(x_TK: Tensor, product: Product, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x_TK: Tensor, product: Product, out_dtype: torch.dtype | None = None, tile: Tile | None = None
+) -> Tensor:
     """x W^T + b; logits may ask for fp32."""
     return _sum(x_TK, product).to(out_dtype or x_TK.dtype)
 
 
-def norm_linear(rows: NormedRows, product: Product) -> Tensor:
+def norm_linear(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
     """norm(residual) W^T + b."""
     return _normed(rows, product).to(rows.x_TD.dtype)
 
 
-def norm_linear_silu(rows: NormedRows, product: Product) -> Tensor:
+def norm_linear_silu(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
     """silu(gate) * up of the fused gate-up projection behind a norm."""
     gate, up = _normed(rows, product).chunk(2, dim=-1)
     return (silu(gate) * up).to(rows.x_TD.dtype)
 
 
-def norm_linear_heads(rows: NormedRows, product: Product, places: HeadPlaces) -> Tensor:
+def norm_linear_heads(
+    rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
+) -> Tensor:
     """qkv behind a norm, rotated; keys and values go to their page slots and only there.
 
     Returns [T, N]: the queries lead each row, what follows them is undefined.
@@ -92,6 +97,7 @@ def linear_add(
     residual_TD: Tensor,
     norm_weight_D: Tensor | None = None,
     eps: float = 0.0,
+    tile: Tile | None = None,
 ) -> NormedRows | None:
     """residual += x W^T + b in place; with a weight, the rows of the norm that comes next."""
     residual_TD.add_(_sum(x_TK, product).to(residual_TD.dtype))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 # Row counts of one bucket share a tile, and with it the bits of a row.
-BUCKETS = (1, 4, 8, 16, 32, 64)
+BUCKETS = (1, 8, 16, 32, 64)
 FILE = Path(__file__).with_name("gemv_table.json")
 
 
@@ -57,18 +57,16 @@ def pick_tile(
 
 def default_tile(num_outputs: int, num_inputs: int, bucket: int, dtype: torch.dtype) -> Tile:
     """For shapes and GPUs that nobody measured."""
-    width = 1 << (num_inputs - 1).bit_length()
-    if bucket <= 4:
-        return Tile("fma", bucket, 8 if num_outputs > 1024 else 4, max(min(width, 1024), 16))
+    width = 1 << max((num_inputs - 1).bit_length(), 4)
+    if bucket == 1:
+        return Tile("fma", 1, 8 if num_outputs > 4096 else 4, min(width, 1024))
+    if bucket <= 16:
+        warps = 8 if num_inputs >= 2048 else 4 if num_inputs >= 1024 else 2
+        return Tile("mma", bucket, 16, 32, warps, 4)
     if dtype == torch.float32:
-        return Tile("dot", max(bucket, 16), 16, max(min(width, 64), 16), depth=2)
-    block_n = 64 if num_outputs >= 16384 else 32
-    splits = 1
-    while splits < 8 and num_outputs // block_n * splits < 96 and num_inputs >= 512 * splits:
-        splits *= 2
-    return Tile(
-        "dot", max(bucket, 16), block_n, max(min(width, 128), 16), depth=3, splits=splits, ahead=512
-    )
+        return Tile("dot", bucket, 16, min(width, 64), depth=2)
+    block_n = 128 if num_outputs >= 16384 else 64
+    return Tile("dot", bucket, block_n, min(width, 64), depth=4, ahead=256)
 
 
 @cache

@@ -2,10 +2,9 @@
 
 Twins of kernels/gemv. Tiles come from kernels/gemv_table or from the caller; nothing is tuned here.
 
-Three ways to multiply, all deterministic: `fma` adds up row after row in registers, `mma` feeds the
-matrix units straight from memory, `dot` through shared memory. All fetch weights before they wait
-for the kernel in front of them (programmatic dependent launch), so that a chain of products keeps
-the memory busy across its seams.
+Kernels are launched before the one in front of them has ended (programmatic dependent launch) and
+wait by themselves for what it writes, so that a chain of products keeps the memory busy across its
+seams.
 """
 
 from __future__ import annotations
@@ -17,27 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from paceline.kernels.gemv import SHRINK, HeadPlaces, NormedRows, Product
-from paceline.kernels.gemv_parts_triton import (
-    ADDED,
-    GATED,
-    HEADS,
-    PLAIN,
-    begin,
-    deliver,
-    finish,
-    load_constants,
-    load_early,
-    load_operands,
-    load_squares,
-    pull_to_l2,
-    scale_of,
-    wait,
-    weight_row,
-    zero_behind_loads,
-)
+from paceline.kernels.gemv_kernels_triton import dot_kernel, fma_kernel, mma_kernel, scale_kernel
+from paceline.kernels.gemv_parts_triton import ADDED, GATED, HEADS, PLAIN
 from paceline.kernels.gemv_table import Tile, pick_tile
 
 ENDS = ("plain", "gated", "heads", "added")
@@ -88,309 +70,12 @@ class Cut(NamedTuple):
     IS_GPU: Any
 
 
-@triton.jit
-def _load_weight(w_ptr, row_N, start, cut, IS_EVEN: tl.constexpr):
-    k = start + tl.arange(0, cut.BLOCK_K)
-    at = w_ptr + row_N.to(tl.int64)[:, None] * cut.K + k[None, :]
-    if IS_EVEN:
-        w = tl.load(at, eviction_policy="evict_first")
-    else:
-        w = tl.load(at, mask=(k < cut.K)[None, :], other=0.0, eviction_policy="evict_first")
-    return w
-
-
-@triton.jit
-def _load_rows(x_ptr, start, T, cut):
-    k = start + tl.arange(0, cut.BLOCK_K)
-    rows = ()
-    for t in tl.static_range(cut.BLOCK_T):
-        row = tl.load(x_ptr + t * cut.K + k, mask=(k < cut.K) & (t < T), other=0.0)
-        rows = rows + (row,)  # noqa: RUF005
-    return rows
-
-
-@triton.jit
-def _stack(sums, cut):
-    """The sums of each row over the threads that share them, as [T, N]: one reduction for all."""
-    if cut.BLOCK_T == 1:
-        sum_TN = tl.sum(sums[0], axis=1)[None, :]
-    elif cut.BLOCK_T == 2:
-        sum_TN = tl.permute(tl.sum(tl.join(sums[0], sums[1]), axis=1), (1, 0))
-    else:
-        tl.static_assert(cut.BLOCK_T == 4)
-        pairs = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
-        sum_N22 = tl.sum(pairs, axis=1)
-        sum_TN = tl.reshape(tl.permute(sum_N22, (2, 1, 0)), (cut.BLOCK_T, cut.BLOCK_N))
-    return sum_TN
-
-
-@triton.jit(do_not_specialize=["T"])
-def _fma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
-    """A program owns BLOCK_N outputs of all rows; DEPTH chunks of weights are on their way."""
-    chunks: tl.constexpr = (cut.K + cut.BLOCK_K - 1) // cut.BLOCK_K
-    is_even: tl.constexpr = cut.K % cut.BLOCK_K == 0
-    # A thread adds up its own 16 bytes first: partial sums instead of products fill the registers.
-    vector: tl.constexpr = 128 // w_ptr.dtype.element_ty.primitive_bitwidth
-    pid_n = tl.program_id(0)
-    begin(cut)
-    row_N = weight_row(pid_n, cut)
-    ring_w = ()
-    for i in tl.static_range(cut.DEPTH):
-        w = _load_weight(w_ptr, row_N, i * cut.BLOCK_K, cut, is_even)
-        ring_w = ring_w + (w,)  # noqa: RUF005
-    constants = load_constants(ends, pid_n, cut)
-    wait(cut)
-    ring_x = ()
-    for i in tl.static_range(cut.DEPTH):
-        ring_x = ring_x + (_load_rows(x_ptr, i * cut.BLOCK_K, T, cut),)  # noqa: RUF005
-    row_T = tl.arange(0, cut.BLOCK_T)
-    operands = load_operands(ends, row_T, pid_n, T, cut)
-    squares = ()
-    for t in tl.static_range(cut.BLOCK_T):
-        squares = squares + (load_squares(ends, tl.full((), t, tl.int32), T, cut),)  # noqa: RUF005
-    zero = zero_behind_loads(cut)
-    sums = ()
-    for _ in tl.static_range(cut.BLOCK_T):
-        no_sum = tl.zeros((cut.BLOCK_N, cut.BLOCK_K // vector), tl.float32)
-        sums = sums + (no_sum,)  # noqa: RUF005
-    for i in tl.static_range(chunks):
-        w = ring_w[0].to(tl.float32)
-        xs = ring_x[0]
-        ring_w, ring_x = ring_w[1:], ring_x[1:]
-        if i + cut.DEPTH < chunks:
-            start = (i + cut.DEPTH) * cut.BLOCK_K
-            later = _load_weight(w_ptr, row_N, start, cut, is_even)
-            ring_w = ring_w + (later,)  # noqa: RUF005
-            ring_x = ring_x + (_load_rows(x_ptr, start, T, cut),)  # noqa: RUF005
-        for t in tl.static_range(cut.BLOCK_T):
-            x = xs[t].to(tl.float32)
-            if i < cut.DEPTH:
-                x += zero
-            parts = tl.reshape(w * x[None, :], (cut.BLOCK_N, cut.BLOCK_K // vector, vector))
-            sums = sums[:t] + (sums[t] + tl.sum(parts, axis=2),) + sums[t + 1 :]  # noqa: RUF005
-    scale_T = tl.zeros((cut.BLOCK_T,), tl.float32)
-    if cut.NUM_SQUARES > 0:
-        for t in tl.static_range(cut.BLOCK_T):
-            scale = scale_of(tl.sum(squares[t], axis=0), eps, cut)
-            scale_T = tl.where(row_T == t, scale, scale_T)
-    sum_TN = _stack(sums, cut)
-    finish(sum_TN, scale_T, constants, operands, ends, out_ptr, row_T, pid_n, T, cut)
-
-
-@triton.jit
-def _eight_rows(ptr, row_8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
-    """32 inputs of 8 rows for each warp: every thread reads 16 bytes. [8, WARPS, 32]"""
-    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
-    at = ptr + row_8[:, None, None] * cut.K + k
-    if IS_EVEN:
-        rows = tl.load(at, eviction_policy="evict_first")
-    else:
-        rows = tl.load(at, mask=k < cut.K, other=0.0, eviction_policy="evict_first")
-    return rows
-
-
-@triton.jit
-def _left(low, high, cut):
-    """Sixteen weight rows as a left operand whose every number is where its thread loaded it.
-
-    The order of inputs does not matter to a product as long as both operands agree: thread c of
-    four holds inputs 8 c ... 8 c + 7, and the matrix unit wants 4 c ... of each half.
-    """
-    pair = tl.reshape(tl.join(low, high), (8, cut.WARPS, 4, 2, 4, 2))
-    return tl.reshape(tl.permute(pair, (1, 5, 0, 3, 2, 4)), (cut.WARPS, 16, 32))
-
-
-@triton.jit
-def _right(rows, cut):
-    """Eight rows of x as a right operand in the order of `_left`."""
-    x = tl.permute(tl.reshape(rows, (8, cut.WARPS, 4, 2, 4)), (1, 3, 2, 4, 0))
-    return tl.reshape(x, (cut.WARPS, 32, 8))
-
-
-@triton.jit
-def _load_left(w_ptr, row_N8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
-    """One chunk of the program's weights: BLOCK_N / 8 tiles of eight rows."""
-    tiles = ()
-    for i in tl.static_range(cut.BLOCK_N // 8):
-        tile = _eight_rows(w_ptr, row_N8[i], begin_S, chunk, cut, IS_EVEN)
-        tiles = tiles + (tile,)  # noqa: RUF005
-    return tiles
-
-
-@triton.jit
-def _load_right(x_ptr, first_row, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr):
-    """The same chunk of x: BLOCK_T / 8 tiles of eight rows."""
-    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
-    tiles = ()
-    for j in tl.static_range(cut.BLOCK_T // 8):
-        row = first_row + j * 8 + tl.arange(0, 8)[:, None, None]
-        mask = row < T
-        if not IS_EVEN:
-            mask = mask & (k < cut.K)
-        tiles = tiles + (tl.load(x_ptr + row * cut.K + k, mask=mask, other=0.0),)  # noqa: RUF005
-    return tiles
-
-
-@triton.jit
-def _add_chunk(sums, tiles_w, tiles_x, cut):
-    """Add one chunk to the sums of every pair of sixteen weight rows and eight rows of x."""
-    groups: tl.constexpr = cut.BLOCK_T // 8
-    for i in tl.static_range(cut.BLOCK_N // 16):
-        left = _left(tiles_w[2 * i], tiles_w[2 * i + 1], cut)
-        for j in tl.static_range(groups):
-            before, after = sums[: i * groups + j], sums[i * groups + j + 1 :]
-            right = _right(tiles_x[j], cut)
-            one = tl.dot(left, right, sums[i * groups + j], input_precision="ieee")
-            sums = before + (one,) + after  # noqa: RUF005
-    return sums
-
-
-@triton.jit
-def _join_all(sums, COUNT: tl.constexpr):
-    """A power of two of tiles as one tensor; each doubling is one more axis at the end."""
-    if COUNT == 1:
-        out = sums[0]
-    elif COUNT == 2:
-        out = tl.join(sums[0], sums[1])
-    elif COUNT == 4:
-        out = tl.join(_join_all(sums[:2], 2), _join_all(sums[2:], 2))
-    elif COUNT == 8:
-        out = tl.join(_join_all(sums[:4], 4), _join_all(sums[4:], 4))
-    else:
-        tl.static_assert(COUNT == 16)
-        out = tl.join(_join_all(sums[:8], 8), _join_all(sums[8:], 8))
-    return out
-
-
-@triton.jit(do_not_specialize=["T"])
-def _mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut, order):
-    """A program owns BLOCK_T rows of BLOCK_N outputs; its warps (and SPLITS) share the inputs."""
-    num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
-    shares: tl.constexpr = cut.WARPS * cut.SPLITS
-    chunks: tl.constexpr = (cut.K + shares * 32 - 1) // (shares * 32)
-    is_even: tl.constexpr = chunks * shares * 32 == cut.K
-    count: tl.constexpr = cut.BLOCK_N // 16 * (cut.BLOCK_T // 8)
-    pid_n = tl.program_id(0)
-    split = tl.program_id(1)
-    pid_t = tl.program_id(2)
-    begin(cut)
-    begin_S = (split * cut.WARPS + tl.arange(0, cut.WARPS)) * (chunks * 32)
-    row_N8 = ()
-    for i in tl.static_range(cut.BLOCK_N // 8):
-        row_N8 = row_N8 + (_rows_at(pid_n, i, cut),)  # noqa: RUF005
-    zero = tl.full((), 0, tl.int32)  # chunk numbers are tensors: one compiled function for all
-    ring_w = ()
-    for i in tl.static_range(cut.DEPTH):
-        tiles = _load_left(w_ptr, row_N8, begin_S, zero + i, cut, is_even)
-        ring_w = ring_w + (tiles,)  # noqa: RUF005
-    constants = load_constants(ends, pid_n, cut)
-    wait(cut)
-    ring_x = ()
-    for i in tl.static_range(cut.DEPTH):
-        tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, zero + i, T, cut, is_even)
-        ring_x = ring_x + (tiles,)  # noqa: RUF005
-    row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
-    early = load_early(ends, row_T, pid_n, T, cut)
-    no_sum = tl.zeros((cut.WARPS, 16, 8), tl.float32) + zero_behind_loads(cut)
-    sums = ()
-    for _ in tl.static_range(count):
-        sums = sums + (no_sum,)  # noqa: RUF005
-    rounds: tl.constexpr = chunks // cut.DEPTH
-    for at in tl.range(0, (rounds - 1) * cut.DEPTH, cut.DEPTH, num_stages=1):
-        for i in tl.static_range(cut.DEPTH):
-            sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
-            chunk = at + i + cut.DEPTH
-            tiles = _load_left(w_ptr, row_N8, begin_S, chunk, cut, is_even)
-            ring_w = ring_w[:i] + (tiles,) + ring_w[i + 1 :]  # noqa: RUF005
-            tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, chunk, T, cut, is_even)
-            ring_x = ring_x[:i] + (tiles,) + ring_x[i + 1 :]  # noqa: RUF005
-    for i in tl.static_range(cut.DEPTH):
-        sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
-        if rounds * cut.DEPTH + i < chunks:
-            chunk = zero + rounds * cut.DEPTH + i
-            tiles = _load_left(w_ptr, row_N8, begin_S, chunk, cut, is_even)
-            ring_w = ring_w[:i] + (tiles,) + ring_w[i + 1 :]  # noqa: RUF005
-            tiles = _load_right(x_ptr, pid_t * cut.BLOCK_T, begin_S, chunk, T, cut, is_even)
-            ring_x = ring_x[:i] + (tiles,) + ring_x[i + 1 :]  # noqa: RUF005
-    for i in tl.static_range(chunks - rounds * cut.DEPTH):
-        sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
-    joined = tl.permute(tl.sum(_join_all(sums, count), axis=0), order)
-    sum_TN = tl.reshape(joined, (cut.BLOCK_T, cut.BLOCK_N))
-    early = (constants, early[0], early[1])
-    tile = pid_t * num_blocks + pid_n
-    deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
-
-
-@triton.jit
-def _rows_at(pid_n, eight, cut):
-    """Eight of the rows of `weight_row`."""
-    j = eight * 8 + tl.arange(0, 8)
-    if cut.END == GATED:
-        pair = tl.minimum(pid_n * (cut.BLOCK_N // 2) + j // 2, cut.N // 2 - 1)
-        row = pair + (j % 2) * (cut.N // 2)
-    else:
-        row = tl.minimum(pid_n * cut.BLOCK_N + j, cut.N - 1)
-    return row.to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _dot_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
-    """A program owns BLOCK_T rows of BLOCK_N outputs, and one of SPLITS shares of the inputs."""
-    num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
-    step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
-    share: tl.constexpr = (cut.K + step - 1) // step * cut.BLOCK_K
-    is_even: tl.constexpr = share * cut.SPLITS == cut.K
-    pid_n = tl.program_id(0)
-    split = tl.program_id(1)
-    pid_t = tl.program_id(2)
-    begin(cut)
-    row_N = weight_row(pid_n, cut)
-    start = split * share
-    if cut.AHEAD > 0:
-        pull_to_l2(w_ptr, row_N, start, cut)
-    constants = load_constants(ends, pid_n, cut)
-    wait(cut)
-    row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
-    early = load_early(ends, row_T, pid_n, T, cut)
-    x_row = x_ptr + row_T.to(tl.int64)[:, None] * cut.K
-    sum_TN = tl.zeros((cut.BLOCK_T, cut.BLOCK_N), tl.float32)
-    for inside in tl.range(0, share, cut.BLOCK_K, num_stages=cut.DEPTH):
-        k = start + inside + tl.arange(0, cut.BLOCK_K)[None, :]
-        w = _load_weight(w_ptr, row_N, start + inside, cut, is_even)
-        # Rows past T are not read: a thousand programs that read the same row wait for each other.
-        mask = (row_T < T)[:, None]
-        if not is_even:
-            mask = mask & (k < cut.K)
-        x = tl.load(x_row + k, mask=mask, other=0.0)
-        sum_TN = tl.dot(x, tl.trans(w), sum_TN, input_precision="ieee")
-    early = (constants, early[0], early[1])
-    tile = pid_t * num_blocks + pid_n
-    deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
-
-
-@triton.jit
-def _scale_kernel(
-    residual_ptr, norm_ptr, out_ptr, squares_ptr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SHRINK_BY: tl.constexpr, IS_DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-    d = tl.arange(0, WIDTH)
-    norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    if IS_DEPENDENT:
-        cuda.gdc_wait()
-    x = tl.load(residual_ptr + row * D + d, mask=d < D, other=0.0)
-    tl.store(out_ptr + row * D + d, x * norm * SHRINK_BY, mask=d < D)
-    tl.store(squares_ptr + row, tl.sum(x * x, axis=0))
-
-
 def scale_rows(residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Tensor) -> NormedRows:
     num_rows, width = residual_TD.shape
     out_TD = torch.empty_like(residual_TD, dtype=like.dtype)
     squares_T1 = residual_TD.new_empty(num_rows, 1)
     is_dependent = not _INTERPRETED
-    _scale_kernel[(num_rows,)](
+    scale_kernel[(num_rows,)](
         residual_TD, norm_weight_D, out_TD, squares_T1, D=width,
         WIDTH=triton.next_power_of_2(width), SHRINK_BY=SHRINK.get(like.dtype, 1.0),
         IS_DEPENDENT=is_dependent, **_launch(8 if width > 2048 else 4, is_dependent),
@@ -473,19 +158,16 @@ def _multiply(
     launch = _launch(tile.warps, tile.is_dependent)
     if tile.kind == "fma":
         assert blocks_t == 1
-        _fma_kernel[(blocks_n,)](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+        fma_kernel[(blocks_n,)](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
         return
     if tile.splits > 1:
         assert blocks_n * blocks_t <= _MOST_TICKETS
         size = blocks_n * blocks_t * tile.splits * tile.block_t * tile.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         ends = ends._replace(partial=partial, ticket=tickets(x.device))
-    grid = (blocks_n, tile.splits, blocks_t)
-    if tile.kind == "mma":
-        order = tuple(tl.constexpr(x) for x in _order(tile))
-        _mma_kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, order, **launch)
-    else:
-        _dot_kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+    grid = (blocks_t, blocks_n, tile.splits)
+    kernel = mma_kernel if tile.kind == "mma" else dot_kernel
+    kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
 
 
 def _cut(
@@ -526,15 +208,6 @@ def _cut(
     return Cut(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
-def _order(tile: Tile) -> tuple[int, ...]:
-    """Axes of joined tiles, [16, 8, bits of the tile's index from the lowest], as [T, N]."""
-    bits_t = (tile.block_t // 8).bit_length() - 1
-    bits_n = (tile.block_n // 16).bit_length() - 1
-    of_t = range(1 + bits_t, 1, -1)
-    of_n = range(1 + bits_t + bits_n, 1 + bits_t, -1)
-    return (*of_t, 1, *of_n, 0)
-
-
 @cache
 def tickets(device: torch.device) -> Tensor:
     """Zero between kernels. Ask once before a graph is captured, so that it outlives the graph."""
@@ -551,7 +224,8 @@ def _tile(x_TK: Tensor, product: Product, end: tl.constexpr) -> Tile:
 
 def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:
     """How far weights are pulled ahead, and in how many pieces a row: multiples of 16 bytes."""
-    is_even = num_inputs % (tile.splits * tile.block_k) == 0
+    step = tile.splits * (32 * tile.warps if tile.kind == "mma" else tile.block_k)
+    is_even = num_inputs % step == 0
     ahead = min(tile.ahead, num_inputs // tile.splits) if is_even and not _INTERPRETED else 0
     parts = max(1, 32 * tile.warps // tile.block_n)
     while ahead and ahead * itemsize % (16 * parts):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_PIECE = tl.constexpr(256)
+
 
 @triton.jit
 def guess(  # noqa: PLR0913
@@ -15,6 +17,7 @@ def guess(  # noqa: PLR0913
     vocab_size,
     best,
     sharp,
+    total,
     low,
     top_k,
     top_p,
@@ -22,53 +25,51 @@ def guess(  # noqa: PLR0913
     GRID: tl.constexpr,
     TRIED: tl.constexpr,
 ):
-    """Logits around the cut, as far as a sample of the row can tell; the first is `low`.
+    """TRIED logits around the cut: 0 is `low`, half are about one of the cuts, half about the other.
 
-    Amounts above the points of a grid stand for the sample's order.
+    What is below a value is estimated, not what is above it: the total is known, and below are many
+    small ones, which a sample knows well, while few large ones may be above.
     """
     sample = _sampled(logits_V, vocab_size, tl.arange(0, SAMPLED), SAMPLED)
     weight = tl.exp2((sample - best) * sharp)
     highest = tl.max(sample)
-    # Finer towards the top; what is far below has no mass to speak of.
+    # The grid is finer towards the top; what is far below has no mass to speak of.
     lowest = tl.min(tl.where(sample >= highest - 180.0 / sharp, sample, highest))
     ends = (highest, highest - lowest)
     grid = _grid_value(ends, tl.arange(0, GRID).to(tl.float32), GRID)[None, :]
     # Piece by piece: the whole sample against the whole grid would not fit into registers.
-    counts, masses = tl.zeros((128, GRID), tl.float32), tl.zeros((128, GRID), tl.float32)
-    for start in range(0, SAMPLED, 128):
-        piece = _sampled(logits_V, vocab_size, start + tl.arange(0, 128), SAMPLED)[:, None]
-        counts += tl.where(piece >= grid, 1.0, 0.0)
-        masses += tl.where(piece >= grid, tl.exp2((piece - best) * sharp), 0.0)
+    counts, masses = tl.zeros((_PIECE, GRID), tl.float32), tl.zeros((_PIECE, GRID), tl.float32)
+    for start in tl.static_range(0, SAMPLED, _PIECE):
+        piece = _sampled(logits_V, vocab_size, start + tl.arange(0, _PIECE), SAMPLED)[:, None]
+        counts += tl.where(piece < grid, 1.0, 0.0)
+        masses += tl.where(piece < grid, tl.exp2((piece - best) * sharp), 0.0)
     count, mass = tl.sum(counts, 0), tl.sum(masses, 0)
 
     share = vocab_size / SAMPLED
     is_limited = (top_k > 0) & (top_k < vocab_size)
     rank_k = top_k / share
-    cut_k = tl.where(is_limited, _crossing(count, rank_k, ends, GRID), float("-inf"))
-    inside = sample >= tl.maximum(low, cut_k)
-    # The best token is known and counts for itself: what is peaked is seldom in the sample.
-    mass_inside = tl.sum(tl.where(inside, weight, 0.0))
-    mass_p = (top_p * (1.0 + share * mass_inside) - 1.0) / share
+    count_k = SAMPLED - rank_k
+    cut_k = tl.where(is_limited, _crossing(count, count_k, ends, GRID), float("-inf"))
+    outside = tl.sum(tl.where(sample < tl.maximum(low, cut_k), weight, 0.0))
+    mass_p = (1.0 - top_p) * total / share + top_p * outside
     cut_p = _crossing(mass, mass_p, ends, GRID)
-    # How far off the sample may be: about a count, and about a share of the mass.
+    # How far off the sample may be: about a count, and about a sum of small masses.
     off_k = 1.0 + tl.sqrt(rank_k)
-    off = tl.where(inside, weight * (tl.where(sample >= cut_p, 1.0, 0.0) - top_p), 0.0)
-    off_p = tl.sqrt(tl.sum(off * off))
+    below = tl.where(sample < cut_p, weight, 0.0)
+    off_p = tl.exp2((cut_p - best) * sharp) + tl.sqrt(tl.sum(below * below))
 
-    # Close to the guess and far from it; both cuts share the places if there are both.
+    # Close to the guess and far from it. The first half is about top_p, if there is one.
     tried = tl.arange(0, TRIED)
-    both = is_limited & (top_p < 1)
-    side = tl.where(tried < 4, tried - tl.where(both, 2.0, 4.0), tried - tl.where(both, 5.5, 4.0))
-    away = tl.where(both, 2.0, 0.5) * side * side + tl.where(both, 0.0, 0.1) * tl.abs(side)
-    away = tl.where(side < 0, -away, away)
-    first_p = tl.where(top_p < 1, tl.where(is_limited, 4, 0), TRIED)
-    is_p = tried >= first_p
-    wanted = tl.where(is_p, mass_p + away * off_p, rank_k + away * off_k)
+    is_p = tried < tl.where(top_p < 1, tl.where(is_limited, TRIED // 2, TRIED), 0)
+    side = (tried % (TRIED // 2) - TRIED // 4).to(tl.float32)
+    away = 0.1 * tl.abs(side) + 0.5 * side * side
+    away = tl.where(side < 0, away, -away)
+    wanted = tl.where(is_p, mass_p + away * off_p, count_k + away * off_k)
     amount = tl.where(is_p[None, :], mass[:, None], count[:, None])
     cuts = _crossings(amount, wanted, ends, GRID)
-    # Whatever the masses say, the last leaves more than a few tokens above it.
-    few = _crossing(count, 24.0, ends, GRID)
-    cuts = tl.minimum(tl.where(tried == TRIED - 1, tl.minimum(cuts, few), cuts), highest)
+    # Whatever the masses say, the lower ones leave more than a few tokens above them.
+    few = tl.where(side > 0, SAMPLED - 3.0 * tl.exp2(2.0 * side - 2.0), SAMPLED * 1.0)
+    cuts = tl.minimum(cuts, _crossings(count[:, None] + tl.zeros_like(amount), few, ends, GRID))
     # Values that are there, on both sides: then many equal ones do not lie between two tried.
     sign = tl.where(side < 0, -1.0, 1.0)[None, :]
     signed = sample[:, None] * sign
@@ -93,21 +94,21 @@ def _grid_value(ends, index, GRID: tl.constexpr):
 
 @triton.jit
 def _crossing(amount, wanted, ends, GRID: tl.constexpr):
-    """Where amounts above the points of a grid, which fall, come down to what is wanted."""
-    reaches = amount >= wanted
-    index = tl.sum(reaches.to(tl.float32)) - 1.0
-    upper = tl.min(tl.where(reaches, amount, 1e30))
-    lower = tl.max(tl.where(reaches, 0.0, amount))
-    part = (upper - wanted) / (upper - lower + 1e-30)
-    return tl.where(index < 0, float("-inf"), _grid_value(ends, index + part, GRID))
+    """Where amounts below the points of a grid, which grow, come up to what is wanted."""
+    is_under = amount <= wanted
+    index = tl.sum(is_under.to(tl.float32)) - 1.0
+    under = tl.max(tl.where(is_under, amount, 0.0))
+    over = tl.min(tl.where(is_under, 1e30, amount))
+    part = (wanted - under) / (over - under + 1e-30)
+    return _grid_value(ends, tl.maximum(index + part, 0.0), GRID)
 
 
 @triton.jit
 def _crossings(amount, wanted, ends, GRID: tl.constexpr):
     """`_crossing` of several at once: [GRID, TRIED] and [TRIED]."""
-    reaches = amount >= wanted[None, :]
-    index = tl.sum(reaches.to(tl.float32), 0) - 1.0
-    upper = tl.min(tl.where(reaches, amount, 1e30), 0)
-    lower = tl.max(tl.where(reaches, 0.0, amount), 0)
-    part = (upper - wanted) / (upper - lower + 1e-30)
-    return tl.where(index < 0, float("-inf"), _grid_value(ends, index + part, GRID))
+    is_under = amount <= wanted[None, :]
+    index = tl.sum(is_under.to(tl.float32), 0) - 1.0
+    under = tl.max(tl.where(is_under, amount, 0.0), 0)
+    over = tl.min(tl.where(is_under, 1e30, amount), 0)
+    part = (wanted - under) / (over - under + 1e-30)
+    return _grid_value(ends, tl.maximum(index + part, 0.0), GRID)

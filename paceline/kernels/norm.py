@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in fp32; the result has the weight's type."""
+    """x / rms(x) * weight over the last axis, in fp32; the result has the weight's type."""
     return torch.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps).to(weight_D.dtype)
 
 

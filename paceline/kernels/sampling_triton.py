@@ -19,15 +19,16 @@ from paceline.kernels.chunks_triton import (
     NUM_WARPS,
     Split,
     best_part,
-    divided,
     is_last,
     sharpness,
     tickets,
 )
-from paceline.kernels.rng_triton import DRAFT, SAMPLE, exponential, stream_key
+from paceline.kernels.race_triton import race
+from paceline.kernels.rng_triton import DRAFT, SAMPLE, stream_key
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.thresholds_triton import SETTLED, Cuts, find_cuts
+from paceline.kernels.search_triton import finish_cuts
+from paceline.kernels.thresholds_triton import SETTLED, UNSURE, Cuts, begin_cuts
 
 
 def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +54,10 @@ def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs) -> tuple[Tensor, Tensor]:
-    cuts = find_cuts(logits_NV, rows, knobs)
+    cuts = begin_cuts(logits_NV, rows, knobs, with_mass=False)
     _draw(logits_NV, rows, knobs, cuts, None, SAMPLE.value)
+    # Few rows draw a token that may be cut; the others' cuts are nobody's business.
+    finish_cuts(logits_NV, rows, knobs, cuts, is_drawn=True)
     return cuts.token_N, cuts.bad_N
 
 
@@ -68,7 +71,8 @@ def draft(
 ) -> Tensor:
     none_B0 = slot_B.new_empty((len(slot_B), 0))
     rows = WindowRows(slot_B, _ones(slot_B.device)[: len(slot_B)], position_B, none_B0)
-    cuts = find_cuts(logits_BV, rows, knobs, with_mass=True)
+    cuts = begin_cuts(logits_BV, rows, knobs, with_mass=True)
+    finish_cuts(logits_BV, rows, knobs, cuts, is_drawn=False)
     _draw(logits_BV, rows, knobs, cuts, prob_SKV[:, j], DRAFT.value)
     return cuts.token_N
 
@@ -93,7 +97,7 @@ def _draw(
         *(logits_NV, logits_NV.stride(0), vocab_size),
         *(rows.slot_B, rows.length_B, rows.width),
         *(knobs.temperature_S, knobs.seed_S2, knobs.seed_S2.stride(0), tickets(logits_NV.device)),
-        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N, cuts.token_N),
+        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.sure_N, cuts.mass_N, cuts.token_N),
         *(cuts.bad_N.view(torch.int8), cuts.part_value_NC, cuts.part_index_NC),
         *((cuts.mass_N, 0) if prob_SV is None else (prob_SV, prob_SV.stride(0))),
         DOMAIN=domain,
@@ -152,6 +156,7 @@ def _draw_kernel(  # noqa: PLR0913
     state_N,
     best_N,
     threshold_N,
+    sure_N,
     mass_N,
     token_N,
     bad_N,
@@ -180,21 +185,18 @@ def _draw_kernel(  # noqa: PLR0913
     threshold = tl.load(threshold_N + row)
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    is_kept = (logit >= threshold) & (logit > float("-inf"))
     if KEEPS_PROBS:
         weight = tl.exp2((logit - tl.load(best_N + row)) * sharpness(temperature))
-        prob = tl.where(is_kept, weight / tl.load(mass_N + row), 0.0)
+        prob = tl.where(logit >= threshold, weight / tl.load(mass_N + row), 0.0)
         tl.store(prob_V + place, prob, place < vocab_size)
-    score, token = float("-inf"), chunk * CHUNK
+    start = chunk * CHUNK
+    score, token = float("-inf"), start
     # Most chunks of a peaked row keep nothing, and noise is what costs.
     if tl.max(logit, 0) >= threshold:
         position = tl.load(length_B + row // width) + row % width
         seed = seed_S2 + slot * seed_stride
         key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DOMAIN)
-        scores = divided(logit, temperature) - tl.log(exponential(key_1, key_2, place))
-        scores = tl.where(is_kept, scores, float("-inf"))
-        score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
-        token += at
+        score, token = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
     if NUM_CHUNKS > 1:
         tl.store(part_value_NC + row * NUM_CHUNKS + chunk, score)
         tl.store(part_index_NC + row * NUM_CHUNKS + chunk, token)
@@ -202,3 +204,5 @@ def _draw_kernel(  # noqa: PLR0913
         if NUM_CHUNKS > 1:
             score, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
         tl.store(token_N + row, token)
+        if tl.load(logits_V + token).to(tl.float32) < tl.load(sure_N + row):
+            tl.store(state_N + row, UNSURE)

@@ -1,23 +1,184 @@
-"""The last part of `thresholds_triton`: the exact cut of one row, between two values around it.
+"""The last part of `thresholds_triton`: the exact cut of a row, between two values around it.
 
-Device functions only. `source` is what lies between: gathered logits with their masses, or the row
-itself, walked in every round, where too many lie close together to be gathered.
+The few values between are gathered and searched; where too many lie close together for that, the
+row itself is walked in every round. A row whose winner was drawn too early is drawn again.
+
+Shape letters: N logits rows, S slots, V vocabulary, L values that are gathered.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from paceline.kernels.chunks_triton import from_ordered_bits, ordered_bits
+from paceline.kernels.chunks_triton import (
+    NUM_WARPS,
+    from_ordered_bits,
+    ordered_bits,
+    sharpness,
+)
+from paceline.kernels.race_triton import race
+from paceline.kernels.rng_triton import SAMPLE, stream_key
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.thresholds_triton import CUT, OPEN, UNSURE, Cuts
 
 # Masses are whole numbers of this part of the best token's, so that their sum does not depend on
 # the order in which programs gathered them.
 _FIXED_POINT = tl.constexpr(float(2**40))
+_STEP = 2048  # of gathering: scattered stores take many registers
+_WALKED = 1024
+
+
+def finish_cuts(
+    logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, cuts: Cuts, *, is_drawn: bool
+) -> None:
+    """Thresholds and masses of OPEN rows; or, once all are drawn, what is missing of UNSURE ones."""
+    num_rows, vocab_size = logits_NV.shape
+    gathered = cuts.gathered_NL.shape[1]
+    step = min(_STEP, triton.next_power_of_2(vocab_size))
+    num_steps = triton.cdiv(vocab_size, step)
+    state = UNSURE.value if is_drawn else OPEN.value
+    _gather_kernel[(num_rows * num_steps,)](
+        *(logits_NV, logits_NV.stride(0), vocab_size, cuts.state_N, state, cuts.bracket_N4),
+        *(cuts.gathered_NL, cuts.num_gathered_N),
+        STEP=step,
+        NUM_STEPS=num_steps,
+        GATHERED=gathered,
+        num_warps=NUM_WARPS,
+    )
+    _search_kernel[(num_rows,)](
+        *(logits_NV, logits_NV.stride(0), vocab_size, rows.slot_B, rows.length_B, rows.width),
+        *(knobs.temperature_S, knobs.top_k_S, knobs.top_p_S),
+        *(knobs.seed_S2, knobs.seed_S2.stride(0)),
+        *(cuts.state_N, state, cuts.best_N, cuts.threshold_N, cuts.sure_N, cuts.mass_N),
+        *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
+        *(cuts.gathered_NL, cuts.num_gathered_N, cuts.token_N),
+        IS_DRAWN=is_drawn,
+        GATHERED=gathered,
+        WALKED=min(_WALKED, step),
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["wanted_state"])
+def _gather_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    vocab_size,
+    state_N,
+    wanted_state,
+    bracket_N4,
+    gathered_NL,
+    num_gathered_N,
+    STEP: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    row, step = tl.program_id(0) // NUM_STEPS, tl.program_id(0) % NUM_STEPS
+    if tl.load(state_N + row) != wanted_state:
+        return
+    low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
+    low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
+    place = step * STEP + tl.arange(0, STEP)
+    logits_V = logits_NV + row.to(tl.int64) * row_stride
+    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    enclosed = ((logit > low_k) & (logit < high_k)) | ((logit > low_p) & (logit < high_p))
+    counts = enclosed.to(tl.int32)
+    num_enclosed = tl.sum(counts)
+    if num_enclosed > 0:
+        start = tl.atomic_add(num_gathered_N + row, num_enclosed, sem="relaxed")
+        at = start + tl.cumsum(counts, 0) - 1
+        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        tl.store(gathered_L + at, logit, enclosed & (at < GATHERED))
+
+
+@triton.jit(do_not_specialize=["width", "wanted_state"])
+def _search_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    vocab_size,
+    slot_B,
+    length_B,
+    width,
+    temperature_S,
+    top_k_S,
+    top_p_S,
+    seed_S2,
+    seed_stride,
+    state_N,
+    wanted_state,
+    best_N,
+    threshold_N,
+    sure_N,
+    mass_N,
+    bracket_N4,
+    bracket_mass_N4,
+    above_N,
+    gathered_NL,
+    num_gathered_N,
+    token_N,
+    IS_DRAWN: tl.constexpr,
+    GATHERED: tl.constexpr,
+    WALKED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(state_N + row) != wanted_state:
+        return
+    slot = tl.load(slot_B + row // width)
+    temperature, best = tl.load(temperature_S + slot), tl.load(best_N + row)
+    sharp = sharpness(temperature)
+    top_p = tl.load(top_p_S + slot).to(tl.float64)
+    missing = tl.load(top_k_S + slot) - tl.load(above_N + row)
+    bracket_4, mass_4 = bracket_N4 + row * 4, bracket_mass_N4 + row * 4
+    low_k, high_k = tl.load(bracket_4), tl.load(bracket_4 + 1)
+    ends = (low_k, high_k, tl.load(bracket_4 + 2), tl.load(bracket_4 + 3))
+    num_gathered = tl.load(num_gathered_N + row)
+    logits_V = logits_NV + row.to(tl.int64) * row_stride
+    if num_gathered <= GATHERED:
+        at = tl.arange(0, GATHERED)
+        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        logit = tl.load(gathered_L + at, at < num_gathered, other=float("-inf"))
+        gathered = (logit, _whole(tl.exp2((logit - best) * sharp)))
+        threshold, mass = _cut(gathered, ends, mass_4, missing, top_p, 0)
+    else:
+        walked = (logits_V, vocab_size, best, sharp)
+        threshold, mass = _cut(walked, ends, mass_4, missing, top_p, WALKED)
+    tl.store(threshold_N + row, threshold)
+    tl.store(sure_N + row, threshold)
+    tl.store(mass_N + row, mass.to(tl.float32))
+    tl.store(state_N + row, CUT)
+    if IS_DRAWN:
+        # The winner among more tokens than are kept is the winner, if it is kept itself.
+        if tl.load(logits_V + tl.load(token_N + row)).to(tl.float32) < threshold:
+            position = tl.load(length_B + row // width) + row % width
+            seed = seed_S2 + slot * seed_stride
+            key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, SAMPLE)
+            token = _draw_again(
+                *(logits_V, vocab_size, threshold, temperature, key_1, key_2), WALKED
+            )
+            tl.store(token_N + row, token)
 
 
 @triton.jit
-def search(source, ends, mass_4, missing, top_p, WALKED: tl.constexpr):
+def _draw_again(logits_V, vocab_size, threshold, temperature, key_1, key_2, WALKED: tl.constexpr):
+    best = float("-inf")
+    token = 0
+    start = 0
+    while start < vocab_size:
+        place = start + tl.arange(0, WALKED)
+        logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+        if tl.max(logit) >= threshold:
+            score, found = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
+            token = tl.where(score > best, found, token)
+            best = tl.maximum(score, best)
+        start += WALKED
+    return token
+
+
+@triton.jit
+def _cut(source, ends, mass_4, missing, top_p, WALKED: tl.constexpr):
     """The row's threshold, and the mass at or above it."""
     low_k, high_k, low_p, high_p = ends
     missing = tl.cast(missing, tl.int64)
@@ -43,8 +204,8 @@ def _highest_covering(source, low, high, missing, WALKED: tl.constexpr, BY_MASS:
     moves an end of the range to a value that is there.
     """
     amount, mass, at, _ = _weigh(source, low, low, high, WALKED, BY_MASS)
-    _, _, _, last = _weigh(source, high, low, high, WALKED, BY_MASS)
     covers = (amount >= missing) & (at < high)  # nothing lies between: then nothing does
+    _, _, _, last = _weigh(source, high, low, high, WALKED, BY_MASS)
     last = tl.where(covers, last, at)
     beyond = tl.zeros_like(amount)
     aims = 1
@@ -82,8 +243,8 @@ def _weigh(source, at, low, high, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
         logits_V, vocab_size, best, sharp = source
         masses = tl.zeros((WALKED,), tl.int64)
         counts = tl.zeros((WALKED,), tl.int32)
-        above = tl.full((WALKED,), float("inf"), tl.float32)
-        below = tl.full((WALKED,), float("-inf"), tl.float32)
+        aboves = tl.full((WALKED,), float("inf"), tl.float32)
+        belows = tl.full((WALKED,), float("-inf"), tl.float32)
         start = 0
         while start < vocab_size:
             place = start + tl.arange(0, WALKED)
@@ -91,20 +252,20 @@ def _weigh(source, at, low, high, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
             logit = logit.to(tl.float32)
             inside = (logit > low) & (logit < high)
             reaches = inside & (logit >= at)
-            masses += tl.where(reaches, whole(tl.exp2((logit - best) * sharp)), 0)
+            masses += tl.where(reaches, _whole(tl.exp2((logit - best) * sharp)), 0)
             counts += reaches.to(tl.int32)
-            above = tl.minimum(above, tl.where(reaches, logit, float("inf")))
-            below = tl.maximum(below, tl.where(inside & (logit < at), logit, float("-inf")))
+            aboves = tl.minimum(aboves, tl.where(reaches, logit, float("inf")))
+            belows = tl.maximum(belows, tl.where(inside & (logit < at), logit, float("-inf")))
             start += WALKED
         mass = tl.sum(masses)
         amount = mass
         if not BY_MASS:
             amount = tl.sum(counts).to(tl.int64)
-        above = tl.min(above)
-        below = tl.max(below)
+        above = tl.min(aboves)
+        below = tl.max(belows)
     return amount, mass, above, below
 
 
 @triton.jit
-def whole(mass):
+def _whole(mass):
     return (mass * _FIXED_POINT).to(tl.int64)

@@ -1,10 +1,12 @@
-"""Where min_p, top_k and top_p cut each row, without sorting it: four kernels before a draw.
+"""Where min_p, top_k and top_p cut each row, without sorting it: five kernels around a draw.
 
-The first finds the best token and guesses from a sample of the row a few values around the cut;
-the second counts and weighs exactly what lies above each of them; the third gathers the few values
-between the two that enclose the cut, the last searches those. A bad guess costs time, no token.
-All of them compare logits as they are: a temperature changes masses, not the order. Float sums run
-in an order that the vocabulary alone decides, the others are integers.
+`survey` finds the best token and the total mass, `guess` tries from a sample of the row to tell a
+few values around the cut, `weigh` counts and weighs exactly what lies above each of them. Then the
+cut is known but for the few values between two of them. A draw needs no more if its winner is not
+among those; where it is, or where the mass that is kept must be known, `gather` collects them and
+`search` finds the cut itself. A bad guess costs time, no token. All compare logits as they are: a
+temperature changes masses, not the order. Float sums run in an order that the vocabulary alone
+decides, the others are integers.
 
 Shape letters: B rows, W window positions, N = B * W logits rows, V vocabulary, S slots, C chunks
 of a row, G values that are tried, L values that are gathered.
@@ -23,7 +25,7 @@ from paceline.kernels.chunks_triton import (
     MOST_ROWS,
     NUM_WARPS,
     Split,
-    best_part,
+    best_of,
     is_last,
     sharpness,
     tickets,
@@ -31,31 +33,32 @@ from paceline.kernels.chunks_triton import (
 from paceline.kernels.guess_triton import guess
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.search_triton import search, whole
 
-# What is left to do for a row.
+# What is known of a row.
 SETTLED = tl.constexpr(0)  # nobody looks, or greedy, or broken: its token stands
-CUT = tl.constexpr(1)  # its threshold is known
-OPEN = tl.constexpr(2)
+CUT = tl.constexpr(1)  # its threshold
+OPEN = tl.constexpr(2)  # values around its threshold
+UNSURE = tl.constexpr(3)  # and its winner lies between them
 
-_TRIED = 8
+TRIED = 16
+GATHERED = 4096
 _SAMPLED = 1024
 _GRID = 32
-_GATHERED = 4096
-_GATHER_STEP = 2048  # scattered stores take many registers
 
 
 class Cuts(NamedTuple):
-    """What is known of each row before it is drawn. A row of 128256 tokens takes 19 KiB."""
+    """What is known of each row before it is drawn. A row of 128256 tokens takes 21 KiB."""
 
     token_N: Tensor  # int32: the best one
     bad_N: Tensor  # bool
-    state_N: Tensor  # int32: SETTLED, CUT or OPEN
+    state_N: Tensor  # int32: SETTLED, CUT, OPEN or UNSURE
     best_N: Tensor  # float32: the best logit
-    threshold_N: Tensor  # float32: tokens with a logit at or above it are kept
-    mass_N: Tensor  # float32: of kept tokens, the sum of exp((logit - best) / T), where asked for
+    threshold_N: Tensor  # float32: no token with a logit below it is kept
+    sure_N: Tensor  # float32: every token with a logit at or above it is kept
+    mass_N: Tensor  # float32: sum of exp((logit - best) / T): of all, then of kept tokens
     part_value_NC: Tensor  # float32
     part_index_NC: Tensor  # int32
+    part_mass_NC: Tensor  # float32
     tried_NG: Tensor  # float32
     count_NCG: Tensor  # int32
     mass_NCG: Tensor  # float32
@@ -77,24 +80,24 @@ class Cuts(NamedTuple):
             state_N=new(dtype=i32),
             best_N=new(),
             threshold_N=new(),
+            sure_N=new(),
             mass_N=new(),
             part_value_NC=new(parts),
             part_index_NC=new(parts, dtype=i32),
-            tried_NG=new(_TRIED),
-            count_NCG=new(parts, _TRIED, dtype=i32),
-            mass_NCG=new(parts, _TRIED),
+            part_mass_NC=new(parts),
+            tried_NG=new(TRIED),
+            count_NCG=new(parts, TRIED, dtype=i32),
+            mass_NCG=new(parts, TRIED),
             bracket_N4=new(4),
             bracket_mass_N4=new(4, dtype=torch.float64),
             above_N=new(dtype=i32),
-            gathered_NL=new(min(_GATHERED, split.chunk * split.num_chunks)),
+            gathered_NL=new(min(GATHERED, split.chunk * split.num_chunks)),
             num_gathered_N=new(dtype=i32),
         )
 
 
-def find_cuts(
-    logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, *, with_mass: bool = False
-) -> Cuts:
-    """The best token of each row, whether it is unusable, and its threshold."""
+def begin_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, *, with_mass: bool) -> Cuts:
+    """The best token of each row, whether it is unusable, and two values around its threshold."""
     num_rows, vocab_size = logits_NV.shape
     assert num_rows <= MOST_ROWS
     assert logits_NV.stride(1) == 1
@@ -103,49 +106,39 @@ def find_cuts(
     grid = (num_rows * split.num_chunks,)
     ticket_N = tickets(logits_NV.device)
     where = (logits_NV, logits_NV.stride(0), vocab_size, rows.slot_B, rows.width)
-    filters = (knobs.top_k_S, knobs.top_p_S)
-    sizes = {"CHUNK": split.chunk, "NUM_CHUNKS": split.num_chunks, "num_warps": NUM_WARPS}
+    filters = (knobs.temperature_S, knobs.top_k_S, knobs.top_p_S)
+    sizes = {
+        "CHUNK": split.chunk,
+        "NUM_CHUNKS": split.num_chunks,
+        "PARTS": split.parts,
+        "TRIED": TRIED,
+        "num_warps": NUM_WARPS,
+    }
     _survey_kernel[grid](
-        *(*where, rows.width_B, knobs.temperature_S, *filters, knobs.min_p_S, ticket_N),
-        *(cuts.token_N, cuts.bad_N.view(torch.int8), cuts.state_N, cuts.best_N, cuts.threshold_N),
-        *(cuts.part_value_NC, cuts.part_index_NC, cuts.tried_NG, cuts.num_gathered_N),
-        PARTS=split.parts,
-        SAMPLED=_SAMPLED,
-        GRID=_GRID,
-        TRIED=_TRIED,
+        *(*where, rows.width_B, *filters, knobs.min_p_S, ticket_N, int(with_mass)),
+        *(cuts.token_N, cuts.bad_N.view(torch.int8), cuts.state_N, cuts.best_N),
+        *(cuts.threshold_N, cuts.sure_N, cuts.mass_N, cuts.tried_NG, cuts.num_gathered_N),
+        *(cuts.part_value_NC, cuts.part_index_NC, cuts.part_mass_NC),
         **sizes,
     )
+    if split.num_chunks > 1:
+        _guess_kernel[(num_rows,)](
+            *(*where, *filters, cuts.state_N, cuts.best_N, cuts.mass_N, cuts.tried_NG),
+            SAMPLED=_SAMPLED,
+            GRID=_GRID,
+            TRIED=TRIED,
+            num_warps=NUM_WARPS,
+        )
     _weigh_kernel[grid](
-        *(*where, knobs.temperature_S, *filters, ticket_N, int(with_mass)),
-        *(cuts.state_N, cuts.best_N, cuts.tried_NG, cuts.count_NCG, cuts.mass_NCG),
-        *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N, cuts.mass_N),
-        PARTS=split.parts,
-        TRIED=_TRIED,
+        *(*where, *filters, ticket_N, cuts.state_N, cuts.best_N, cuts.tried_NG),
+        *(cuts.count_NCG, cuts.mass_NCG, cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
+        *(cuts.threshold_N, cuts.sure_N, cuts.mass_N),
         **sizes,
-    )
-    step = min(_GATHER_STEP, split.chunk)
-    num_steps = triton.cdiv(vocab_size, step)
-    _gather_kernel[(num_rows * num_steps,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size, cuts.state_N, cuts.bracket_N4),
-        *(cuts.gathered_NL, cuts.num_gathered_N),
-        GATHERED=cuts.gathered_NL.shape[1],
-        CHUNK=step,
-        NUM_CHUNKS=num_steps,
-        num_warps=NUM_WARPS,
-    )
-    _search_kernel[(num_rows,)](
-        *(*where, knobs.temperature_S, *filters),
-        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N),
-        *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
-        *(cuts.gathered_NL, cuts.num_gathered_N),
-        GATHERED=cuts.gathered_NL.shape[1],
-        WALKED=min(1024, split.chunk),
-        num_warps=NUM_WARPS,
     )
     return cuts
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "with_mass"])
 def _survey_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
@@ -158,20 +151,22 @@ def _survey_kernel(  # noqa: PLR0913
     top_p_S,
     min_p_S,
     ticket_N,
+    with_mass,
     token_N,
     bad_N,
     state_N,
     best_N,
     threshold_N,
-    part_value_NC,
-    part_index_NC,
+    sure_N,
+    mass_N,
     tried_NG,
     num_gathered_N,
+    part_value_NC,
+    part_index_NC,
+    part_mass_NC,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    GRID: tl.constexpr,
     TRIED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
@@ -182,44 +177,87 @@ def _survey_kernel(  # noqa: PLR0913
             tl.store(state_N + row, SETTLED)
         return
     slot = tl.load(slot_B + row // width)
-    logits_V = logits_NV + row.to(tl.int64) * row_stride
     place = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
     temperature, min_p = tl.load(temperature_S + slot), tl.load(min_p_S + slot)
     top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
+    sharp = sharpness(tl.maximum(temperature, 1e-20))
     logit = tl.where(logit == logit, logit, float("inf"))
     best, token = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     token += chunk * CHUNK
+    # Against its own best, if that is a number: the row's is not known yet.
+    mass = 0.0
+    if (top_p < 1) | (with_mass > 0):
+        base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
+        mass = tl.sum(tl.exp2((logit - base) * sharp))
+    part = row * NUM_CHUNKS + chunk
     if NUM_CHUNKS > 1:
-        tl.store(part_value_NC + row * NUM_CHUNKS + chunk, best)
-        tl.store(part_index_NC + row * NUM_CHUNKS + chunk, token)
+        tl.store(part_value_NC + part, best)
+        tl.store(part_index_NC + part, token)
+        tl.store(part_mass_NC + part, mass)
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
-            best, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
+            parts = tl.arange(0, PARTS)
+            at, is_part = row * NUM_CHUNKS + parts, parts < NUM_CHUNKS
+            values = tl.load(part_value_NC + at, is_part, float("-inf"), cache_modifier=".cg")
+            indices = tl.load(part_index_NC + at, is_part, 0, cache_modifier=".cg")
+            masses = tl.load(part_mass_NC + at, is_part, 0.0, cache_modifier=".cg")
+            best, token = best_of(values, indices)
+            masses = tl.where(values > float("-inf"), masses, 0.0)
+            mass = tl.sum(masses * tl.exp2((values - best) * sharp))
         is_bad = (best == float("inf")) | (best == float("-inf"))
         is_drawn = (temperature > 0) & (is_bad == 0)
-        is_open = is_drawn & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
+        is_open = (top_k > 0) & (top_k < vocab_size) | (top_p < 1) | (min_p > 0) & (with_mass > 0)
+        # A threshold must never pass the best token, whatever rounding did.
+        low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-38)), best)
+        low = tl.where(min_p > 0, low, float("-inf"))
+        state = tl.where(is_drawn, tl.where(is_open, OPEN, CUT), SETTLED)
         tl.store(token_N + row, token)
         tl.store(bad_N + row, is_bad.to(tl.int8))
         tl.store(best_N + row, best)
-        tl.store(state_N + row, tl.where(is_open, OPEN, tl.where(is_drawn, CUT, SETTLED)))
-        if is_drawn:
-            # A threshold must never pass the best token, whatever rounding did.
-            low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-38)), best)
-            low = tl.where(min_p > 0, low, float("-inf"))
-            tl.store(threshold_N + row, low)
-            tried = tl.arange(0, TRIED)
-            values = tl.where(tried == 0, low, float("inf"))
-            if is_open and NUM_CHUNKS > 1:
-                values = guess(
-                    *(logits_V, vocab_size, best, sharpness(temperature), low, top_k, top_p),
-                    *(SAMPLED, GRID, TRIED),
-                )
-            tl.store(tried_NG + row * TRIED + tried, values)
-            tl.store(num_gathered_N + row, 0)
+        tl.store(state_N + row, state)
+        tl.store(threshold_N + row, low)
+        tl.store(sure_N + row, low)
+        tl.store(mass_N + row, mass)
+        tl.store(tried_NG + row * TRIED, low)
+        tl.store(num_gathered_N + row, 0)
 
 
-@triton.jit(do_not_specialize=["width", "with_mass"])
+@triton.jit(do_not_specialize=["width"])
+def _guess_kernel(  # noqa: PLR0913
+    logits_NV,
+    row_stride,
+    vocab_size,
+    slot_B,
+    width,
+    temperature_S,
+    top_k_S,
+    top_p_S,
+    state_N,
+    best_N,
+    mass_N,
+    tried_NG,
+    SAMPLED: tl.constexpr,
+    GRID: tl.constexpr,
+    TRIED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(state_N + row) != OPEN:
+        return
+    slot = tl.load(slot_B + row // width)
+    best, total = tl.load(best_N + row), tl.load(mass_N + row)
+    tried_G = tried_NG + row * TRIED
+    values = guess(
+        *(logits_NV + row.to(tl.int64) * row_stride, vocab_size),
+        *(best, sharpness(tl.load(temperature_S + slot)), total, tl.load(tried_G)),
+        *(tl.load(top_k_S + slot), tl.load(top_p_S + slot)),
+        *(SAMPLED, GRID, TRIED),
+    )
+    tl.store(tried_G + tl.arange(0, TRIED), values)
+
+
+@triton.jit(do_not_specialize=["width"])
 def _weigh_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
@@ -230,7 +268,6 @@ def _weigh_kernel(  # noqa: PLR0913
     top_k_S,
     top_p_S,
     ticket_N,
-    with_mass,
     state_N,
     best_N,
     tried_NG,
@@ -239,6 +276,8 @@ def _weigh_kernel(  # noqa: PLR0913
     bracket_N4,
     bracket_mass_N4,
     above_N,
+    threshold_N,
+    sure_N,
     mass_N,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -246,43 +285,48 @@ def _weigh_kernel(  # noqa: PLR0913
     TRIED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    state = tl.load(state_N + row)
-    if (state == SETTLED) | ((state == CUT) & (with_mass == 0)):
+    if tl.load(state_N + row) != OPEN:
         return
     slot = tl.load(slot_B + row // width)
-    sharp = sharpness(tl.load(temperature_S + slot))
-    best = tl.load(best_N + row)
-    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < vocab_size
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, inside, other=float("-inf")).to(tl.float32)
+    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
+    sharp = sharpness(tl.load(temperature_S + slot))
+    weight = tl.exp2((logit - tl.load(best_N + row)) * sharp)
+    is_limited = (top_k > 0) & (top_k < vocab_size)
+    # A row of one chunk was not guessed at; one with both cuts was for both.
+    num_tried = tl.where(is_limited & (top_p < 1), TRIED, TRIED // 2)
+    num_tried = tl.where(NUM_CHUNKS > 1, num_tried, 1)
     part = (row * NUM_CHUNKS + chunk) * TRIED
-    # What nobody needs stays as it is, and nobody looks at it.
-    if (top_p < 1) | (with_mass > 0):
-        weight = tl.exp2((logit - best) * sharp)
-        for g in tl.static_range(TRIED):
-            kept = logit >= tl.load(tried_NG + row * TRIED + g)
-            tl.store(mass_NCG + part + g, tl.sum(tl.where(kept, weight, 0.0)))
-    if (top_k > 0) & (top_k < vocab_size):
-        for g in tl.static_range(TRIED):
-            kept = inside & (logit >= tl.load(tried_NG + row * TRIED + g))
-            tl.store(count_NCG + part + g, tl.sum(kept.to(tl.int32)))
+    g = 0
+    while g < num_tried:
+        value = tl.load(tried_NG + row * TRIED + g)
+        tl.store(mass_NCG + part + g, tl.sum(weight * tl.where(logit >= value, 1.0, 0.0)))
+        if is_limited:
+            is_above = inside & (logit >= value)
+            tl.store(count_NCG + part + g, tl.sum(is_above.to(tl.int32)))
+        g += 1
     if is_last(ticket_N, row, NUM_CHUNKS):
+        tl.debug_barrier()
         tried = tl.arange(0, TRIED)
         parts = tl.arange(0, PARTS)[:, None]
         at = (row * NUM_CHUNKS + parts) * TRIED + tried[None, :]
-        count = tl.load(count_NCG + at, parts < NUM_CHUNKS, other=0, cache_modifier=".cg")
-        mass = tl.load(mass_NCG + at, parts < NUM_CHUNKS, other=0.0, cache_modifier=".cg")
-        count, mass = tl.sum(count, 0), tl.sum(mass.to(tl.float64), 0)
+        is_part = (parts < NUM_CHUNKS) & (tried[None, :] < num_tried)
+        # Counts that nobody needed were not stored, and nobody looks at them.
+        count = tl.sum(tl.load(count_NCG + at, is_part, other=0, cache_modifier=".cg"), 0)
+        masses = tl.load(mass_NCG + at, is_part, other=0.0, cache_modifier=".cg")
+        mass = tl.sum(masses.to(tl.float64), 0)
+        values = tl.load(tried_NG + row * TRIED + tried, tried < num_tried, other=float("inf"))
+        low, high = _enclose(
+            *(values, count, mass, tl.where(is_limited, top_k, 0), top_p.to(tl.float64)),
+            *(bracket_N4 + row * 4, bracket_mass_N4 + row * 4, above_N + row),
+            TRIED,
+        )
+        tl.store(threshold_N + row, low)
+        tl.store(sure_N + row, high)
         tl.store(mass_N + row, tl.sum(tl.where(tried == 0, mass, 0.0)).to(tl.float32))
-        if state == OPEN:
-            values = tl.load(tried_NG + row * TRIED + tried)
-            _enclose(
-                *(values, count, mass, top_k, top_p.to(tl.float64), vocab_size),
-                *(bracket_N4 + row * 4, bracket_mass_N4 + row * 4, above_N + row),
-                TRIED,
-            )
 
 
 @triton.jit
@@ -292,7 +336,6 @@ def _enclose(  # noqa: PLR0913
     mass,
     top_k,
     top_p,
-    vocab_size,
     bracket_4,
     bracket_mass_4,
     above_1,
@@ -300,13 +343,12 @@ def _enclose(  # noqa: PLR0913
 ):
     """Of the values tried: the last that keeps enough and the first that does not, for both cuts.
 
-    A bracket whose two ends are equal is empty: its cut is known.
+    A bracket whose two ends are equal is empty: its cut is known. Returns that of the whole cut.
     """
-    tried = tl.arange(0, TRIED)
-    low = tl.sum(tl.where(tried == 0, value, 0.0))
-    count_low = tl.sum(tl.where(tried == 0, count, 0))
-    mass_low = tl.sum(tl.where(tried == 0, mass, 0.0))
-    is_limited = (top_k > 0) & (top_k < vocab_size) & (count_low > top_k)
+    is_first = tl.arange(0, TRIED) == 0
+    low = tl.sum(tl.where(is_first, value, 0.0))
+    mass_low = tl.sum(tl.where(is_first, mass, 0.0))
+    is_limited = (top_k > 0) & (tl.sum(tl.where(is_first, count, 0)) > top_k)
     covers = count >= top_k
     low_k = tl.where(is_limited, tl.max(tl.where(covers, value, float("-inf"))), low)
     high_k = tl.where(is_limited, tl.min(tl.where(covers, float("inf"), value)), low)
@@ -331,81 +373,4 @@ def _enclose(  # noqa: PLR0913
     tl.store(bracket_mass_4 + 1, mass_high_k)
     tl.store(bracket_mass_4 + 2, mass_low_p)
     tl.store(bracket_mass_4 + 3, mass_high_p)
-
-
-@triton.jit
-def _gather_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    state_N,
-    bracket_N4,
-    gathered_NL,
-    num_gathered_N,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    GATHERED: tl.constexpr,
-):
-    row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    if tl.load(state_N + row) != OPEN:
-        return
-    low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
-    low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_V = logits_NV + row.to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    enclosed = ((logit > low_k) & (logit < high_k)) | ((logit > low_p) & (logit < high_p))
-    counts = enclosed.to(tl.int32)
-    num_enclosed = tl.sum(counts)
-    if num_enclosed > 0:
-        start = tl.atomic_add(num_gathered_N + row, num_enclosed, sem="relaxed")
-        at = start + tl.cumsum(counts, 0) - 1
-        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
-        tl.store(gathered_L + at, logit, enclosed & (at < GATHERED))
-
-
-@triton.jit(do_not_specialize=["width"])
-def _search_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    width,
-    temperature_S,
-    top_k_S,
-    top_p_S,
-    state_N,
-    best_N,
-    threshold_N,
-    mass_N,
-    bracket_N4,
-    bracket_mass_N4,
-    above_N,
-    gathered_NL,
-    num_gathered_N,
-    GATHERED: tl.constexpr,
-    WALKED: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if tl.load(state_N + row) != OPEN:
-        return
-    slot = tl.load(slot_B + row // width)
-    sharp = sharpness(tl.load(temperature_S + slot))
-    best = tl.load(best_N + row)
-    top_p = tl.load(top_p_S + slot).to(tl.float64)
-    missing = tl.load(top_k_S + slot) - tl.load(above_N + row)
-    bracket_4, mass_4 = bracket_N4 + row * 4, bracket_mass_N4 + row * 4
-    low_k, high_k = tl.load(bracket_4), tl.load(bracket_4 + 1)
-    ends = (low_k, high_k, tl.load(bracket_4 + 2), tl.load(bracket_4 + 3))
-    num_gathered = tl.load(num_gathered_N + row)
-    if num_gathered <= GATHERED:
-        at = tl.arange(0, GATHERED)
-        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
-        logit = tl.load(gathered_L + at, at < num_gathered, other=float("-inf"))
-        gathered = (logit, whole(tl.exp2((logit - best) * sharp)))
-        threshold, mass = search(gathered, ends, mass_4, missing, top_p, 0)
-    else:
-        walked = (logits_NV + row.to(tl.int64) * row_stride, vocab_size, best, sharp)
-        threshold, mass = search(walked, ends, mass_4, missing, top_p, WALKED)
-    tl.store(threshold_N + row, threshold)
-    tl.store(mass_N + row, mass.to(tl.float32))
+    return tl.where(is_nucleus, low_p, low_k), tl.where(is_nucleus, high_p, high_k)

@@ -24,59 +24,60 @@ FUNCTIONS = {
     "added": "linear_add",
     "last": "linear_add",
 }
+ALL = tuple(FUNCTIONS)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One product. A tile is the last argument of the Triton twin; None: what the table says."""
+    """One product, and which of its ends are tried."""
 
     rows: int
     n: int
     k: int
-    tile: Tile | None = None
+    ends: tuple[str, ...]
+    tile: Tile | None = None  # None: what the table says
     has_bias: bool = False
     num_kv: int = 2
     head: int = 16
 
 
 SMALL = {
-    "fma-one-row": Shape(1, 96, 80, Tile("fma", 1, 8, 32, 4, 2)),
-    "fma-three-rows-bias": Shape(3, 96, 72, Tile("fma", 4, 16, 128), has_bias=True),
-    "fma-two-rows": Shape(2, 112, 64, Tile("fma", 2, 4, 64, 2)),
-    "mma-bias": Shape(5, 96, 256, Tile("mma", 8, 16, 32, 2, 3), has_bias=True),
-    "mma-odd-inputs": Shape(13, 112, 80, Tile("mma", 16, 32, 32, 2, 2)),
-    "mma-splits-and-row-blocks": Shape(19, 96, 256, Tile("mma", 16, 16, 32, 2, 1, 2)),
-    "dot": Shape(5, 96, 80, Tile("dot", 16, 32, 16, 4, 2)),
-    "dot-splits-bias": Shape(21, 112, 96, Tile("dot", 16, 32, 32, 4, 2, 2), has_bias=True),
-    "one-row-by-default": Shape(1, 96, 72),
-    "few-rows-by-default": Shape(7, 96, 72),
-    "many-rows-by-default": Shape(40, 96, 72, has_bias=True),
+    "fma": Shape(1, 96, 80, ALL, Tile("fma", 1, 8, 32, 4, 2)),
+    "fma-three-rows-bias": Shape(3, 96, 72, ("heads", "added"), Tile("fma", 4, 16, 128), True),
+    "fma-two-rows": Shape(2, 112, 64, ("gated", "plain"), Tile("fma", 2, 4, 64, 2)),
+    "mma-bias": Shape(5, 96, 256, ALL, Tile("mma", 8, 16, 32, 2, 3), True),
+    "mma-odd": Shape(13, 112, 80, ("heads", "gated", "added"), Tile("mma", 16, 32, 32, 2, 2)),
+    "mma-splits": Shape(19, 96, 256, ("heads", "added"), Tile("mma", 16, 16, 32, 2, 1, 2)),
+    "dot": Shape(5, 96, 80, ("gated", "plain"), Tile("dot", 16, 32, 16, 4, 2)),
+    "dot-splits": Shape(21, 112, 96, ("heads", "added"), Tile("dot", 16, 32, 32, 4, 2, 2), True),
+    "one-row-by-default": Shape(1, 96, 72, ("heads", "added")),
+    "few-rows-by-default": Shape(7, 96, 72, ("heads", "added")),
+    "more-rows-by-default": Shape(40, 96, 72, ("gated", "last"), has_bias=True),
 }
 LARGE = {
-    "8b-one-row": Shape(1, 6144, 4096, num_kv=8, head=128),
-    "8b-eight-rows": Shape(8, 6144, 4096, num_kv=8, head=128),
-    "8b-sixty-four-rows": Shape(64, 6144, 4096, Tile("dot", 64, 64, 64, 4, 3, 2, 512), num_kv=8),
-    "135m-one-row": Shape(1, 960, 576, num_kv=3, head=64),
-    "135m-thirty-rows": Shape(30, 960, 576, Tile("mma", 32, 16, 32, 2, 3), num_kv=3, head=64),
+    "8b-one-row": Shape(1, 6144, 4096, ("heads", "gated"), num_kv=8, head=128),
+    "8b-eight-rows": Shape(8, 4096, 4096, ("added", "wide")),
+    "8b-sixty-rows": Shape(60, 4096, 4096, ("added",), Tile("dot", 64, 64, 64, 4, 3, 2, 512)),
+    "135m-one-row": Shape(1, 960, 576, ("heads", "added"), num_kv=3, head=64),
+    "135m-thirty-rows": Shape(30, 960, 576, ("heads",), Tile("mma", 8, 16, 32, 2, 9), False, 3, 64),
 }
 
 
 def cases() -> Iterator[TritonCase]:
-    for end, function in FUNCTIONS.items():
-        for name, shape in {**SMALL, **LARGE}.items():
+    for name, shape in {**SMALL, **LARGE}.items():
+        for end in shape.ends:
             yield TritonCase(
                 kernel="gemv",
                 name=f"{end}-{name}",
-                reference=f"paceline.kernels.triton_cases_gemv:{end}_reference",
-                fast=f"paceline.kernels.triton_cases_gemv:{end}_fast",
+                reference=f"paceline.kernels.gemv:{FUNCTIONS[end]}",
+                fast=f"paceline.kernels.gemv_triton:{FUNCTIONS[end]}",
                 make=partial(_make, end, shape),
                 outputs=partial(_outputs, end, shape),
                 dtypes=FLOATS,
-                # Sums of thousands of products, and a tile's order of them is not torch's.
+                # Many products are added up, and a tile's order of them is not torch's.
                 scale=4.0 if name in LARGE else 2.0,
                 is_large=name in LARGE,
             )
-        del function
 
 
 def _make(end: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Arguments:
@@ -92,13 +93,13 @@ def _make(end: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> A
     rows = NormedRows(x.to(dtype), x.square().view(shape.rows, 8, -1).sum(2), EPS)
     residual, norm = draw(shape.rows, shape.n), draw(shape.n).to(dtype)
     arguments: dict[str, Arguments] = {
-        "plain": (rows.x_TD, product),
+        "plain": (rows.x_TD, product, None),
         "wide": (rows.x_TD, product, torch.float32),
         "normed": (rows, product),
         "gated": (rows, product),
         "heads": (rows, product, _places(shape, device, dtype, draw)),
         "added": (rows.x_TD, product, residual, norm, EPS),
-        "last": (rows.x_TD, product, residual),
+        "last": (rows.x_TD, product, residual, None, 0.0),
     }
     return (*arguments[end], shape.tile)
 
@@ -121,5 +122,3 @@ def _outputs(end: str, shape: Shape, arguments: Arguments, result: Any) -> list[
     if end == "added":
         return [arguments[2], result.x_TD, result.squares_TP.sum(1) / shape.n]
     return [result]
-
-

@@ -18,11 +18,11 @@ from paceline.kernels.chunks_triton import (
     NUM_WARPS,
     Split,
     best_part,
-    divided,
     is_last,
     sharpness,
     tickets,
 )
+from paceline.kernels.race_triton import race
 from paceline.kernels.rng_triton import (
     ACCEPT,
     RESAMPLE,
@@ -33,7 +33,8 @@ from paceline.kernels.rng_triton import (
 )
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.thresholds_triton import SETTLED, find_cuts
+from paceline.kernels.search_triton import finish_cuts
+from paceline.kernels.thresholds_triton import SETTLED, begin_cuts
 from paceline.kernels.verify import SampledDrafts, Verdicts
 
 
@@ -41,7 +42,8 @@ def judge(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, drafts: Sampled
     num_rows, vocab_size = logits_NV.shape
     split = Split.of(vocab_size)
     device = logits_NV.device
-    cuts = find_cuts(logits_NV, rows, knobs, with_mass=True)
+    cuts = begin_cuts(logits_NV, rows, knobs, with_mass=True)
+    finish_cuts(logits_NV, rows, knobs, cuts, is_drawn=False)
     ok_N = torch.empty(num_rows, dtype=torch.bool, device=device)
     spare_value_NC = torch.empty_like(cuts.part_value_NC)
     spare_index_NC = torch.empty_like(cuts.part_index_NC)
@@ -135,8 +137,8 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
     if tl.max(logit, 0) >= threshold:
         domain = tl.where(is_sampled, RESAMPLE, SAMPLE)
         key_1, key_2 = stream_key(seed_low, seed_high, position, domain)
-        noise = tl.log(exponential(key_1, key_2, place))
         if is_sampled:
+            noise = tl.log(exponential(key_1, key_2, place))
             prob = _prob(logit, threshold, best, sharp, mass)
             left = prob - tl.load(prob_V + place, place < draft_vocab_size, 0.0)
             # Rounding may reject a draft although p = q everywhere: then p itself is drawn from.
@@ -146,12 +148,11 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
             )
             spare_token += at
             scores = tl.where(left > 0, tl.log(tl.maximum(left, 1e-37)) - noise, float("-inf"))
+            score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+            token += at
         else:
-            scores = divided(logit, temperature) - noise
-            is_kept = (logit >= threshold) & (logit > float("-inf"))
-            scores = tl.where(is_kept, scores, float("-inf"))
-        score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
-        token += at
+            start = chunk * CHUNK
+            score, token = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
     if NUM_CHUNKS > 1:
         part = row * NUM_CHUNKS + chunk
         tl.store(part_value_NC + part, score)

@@ -6,23 +6,33 @@ Computes; never loads (models/loading) and never looks at requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.rope import HeadNorms
+from paceline.layers.attention import Attention, ForwardInputs, GroupedAttention
 from paceline.layers.linear import Linear
+from paceline.layers.mlp import GatedMlp, Mlp
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Weights of one block. q and k rows hold interleaved rotary pairs."""
+    """One block: attention and MLP, each behind its norm."""
 
     input_norm: Tensor | None  # None: the layer reads the residual stream as it is
+    attention: Attention
+    post_norm: Tensor
+    mlp: Mlp
+
+
+class DenseLayer(NamedTuple):
+    """The parts of a block that has grouped attention and one gated MLP: what can be fused."""
+
+    input_norm: Tensor | None
     qkv: Linear
     o: Linear
     post_norm: Tensor
@@ -30,15 +40,13 @@ class DecoderLayer:
     down: Linear
     head_norms: HeadNorms | None = None
 
-
-@dataclass(slots=True)
-class ForwardInputs:
-    """What a forward needs of the step: one entry per token of the varlen batch."""
-
-    token_T: Tensor  # int64 ids, all valid
-    position_T: Tensor  # int64, clamped to the rotary table
-    page_slot_T: Tensor  # int64 flat slot to write KV to; -1 writes nothing
-    attention: AttentionBatch
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> DenseLayer | None:
+        attention, mlp = layer.attention, layer.mlp
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, GatedMlp):
+            return None
+        first, second = (attention.qkv, attention.o), (mlp.gate_up, mlp.down)
+        return cls(layer.input_norm, *first, layer.post_norm, *second, attention.head_norms)
 
 
 class FusedLayers(Protocol):
@@ -89,9 +97,8 @@ class LayerStack:
         pages: list[LayerPages],
         x_TD: Tensor | None = None,
     ) -> Tensor:
-        eps, scale = self.spec.norm_eps, self.spec.head_size**-0.5
-        rms_norm, add_rms_norm, silu_and_mul, place_heads, paged_attention = self.kernels
-        slot_T, batch = inputs.page_slot_T, inputs.attention
+        eps = self.spec.norm_eps
+        rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
         delta_TD: Tensor | None = None
         for layer, kv in zip(self.layers, pages, strict=True):
             if delta_TD is not None:
@@ -100,18 +107,15 @@ class LayerStack:
             elif layer.input_norm is not None:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             assert x_TD is not None
-            key, value = kv.key_NSH, kv.value_NSH
-            qkv_TD = layer.qkv(x_TD)
-            place_heads(qkv_TD, rotation_TH, layer.head_norms, key, value, slot_T)
-            delta_TD = layer.o(paged_attention(qkv_TD, key, value, batch, scale))
+            delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv)
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
-            delta_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
+            delta_TD = layer.mlp(x_TD)
         assert delta_TD is not None
         return delta_TD
 
     @property
     def layer_bytes(self) -> int:
-        return sum(x.nbytes for y in self.layers for x in (y.qkv, y.o, y.gate_up, y.down))
+        return sum(x.attention.nbytes + x.mlp.nbytes for x in self.layers)
 
 
 @dataclass(slots=True, kw_only=True)

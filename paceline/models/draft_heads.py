@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
-from paceline.models.decoder import ForwardInputs, LayerStack
+from paceline.models.decoder import LayerStack
 from paceline.state.pages import LayerPages
 
 

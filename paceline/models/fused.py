@@ -10,8 +10,9 @@ from torch import Tensor
 
 from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
 from paceline.kernels.matmul import PanelWeight
+from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear, PanelLinear
-from paceline.models.decoder import DecoderLayer, ForwardInputs, FusedLayers
+from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers
 from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
@@ -21,14 +22,17 @@ def fuse_layers(
     spec: ModelSpec, layers: list[DecoderLayer], kernels: Kernels, device: torch.device
 ) -> FusedLayers | None:
     """None where some layer has a part that only torch computes."""
-    linears = [x for y in layers for x in (y.qkv, y.o, y.gate_up, y.down)]
+    dense = [d for layer in layers if (d := DenseLayer.of(layer)) is not None]
+    if len(dense) < len(layers):
+        return None
+    linears = [x for y in dense for x in (y.qkv, y.o, y.gate_up, y.down)]
     if all(isinstance(x, CudaLinear) for x in linears):
-        return CudaLayers(spec, layers, kernels)
+        return CudaLayers(spec, dense, kernels)
     has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True))
     if has_references or not has_numba(device):
         return None
     weights: list[tuple[PanelWeight, ...]] = []
-    for layer in layers:
+    for layer in dense:
         if layer.input_norm is None:
             return None
         parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
@@ -37,7 +41,7 @@ def fuse_layers(
         if len(panels) < len(parts) or any(x.width != x.num_outputs for x in panels):
             return None
         weights.append(panels)
-    return _NumbaLayers(spec, layers, weights)
+    return _NumbaLayers(spec, dense, weights)
 
 
 class _NumbaLayers:
@@ -46,7 +50,7 @@ class _NumbaLayers:
     def __init__(
         self,
         spec: ModelSpec,
-        layers: list[DecoderLayer],
+        layers: list[DenseLayer],
         weights: list[tuple[PanelWeight, ...]],
     ) -> None:
         from paceline.kernels import numba_layers

@@ -15,8 +15,9 @@ from paceline.kernels import gemv
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
 from paceline.kernels.gemv_table import pick_tile
+from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DecoderLayer, ForwardInputs
+from paceline.models.decoder import DenseLayer
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
@@ -73,7 +74,7 @@ class CudaLayers:
     def __init__(
         self,
         spec: ModelSpec,
-        layers: list[DecoderLayer],
+        layers: list[DenseLayer],
         kernels: Kernels,
         products: Products | None = None,
     ) -> None:
@@ -183,7 +184,7 @@ class CudaLayers:
         )
 
 
-def _weights_of(layer: DecoderLayer) -> _Weights:
+def _weights_of(layer: DenseLayer) -> _Weights:
     linears = [layer.qkv, layer.o, layer.gate_up, layer.down]
     qkv, o, gate_up, down = (x for x in linears if isinstance(x, CudaLinear))
     return _Weights(qkv, o, layer.post_norm, gate_up, down)

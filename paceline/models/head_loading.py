@@ -119,10 +119,10 @@ def load_eagle(
         shapes.append((_TABLE, (num_rows, width)))
     check_names(spec, renamed, shapes)
     read = Reader(renamed, formats)
-    layers = [load_layer(spec, read, i) for i in range(spec.num_layers)]
     kernels = pick_kernels(
         formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
     )
+    layers = [load_layer(spec, read, i, kernels) for i in range(spec.num_layers)]
     model = EagleModel(
         stack=LayerStack(
             spec=spec,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.step import Ints, Longs

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.kernels.dispatch import pick_kernels
+from paceline.kernels.dispatch import Kernels, pick_kernels
 from paceline.kernels.rope import HeadNorms
+from paceline.layers.attention import GroupedAttention
 from paceline.layers.linear import BlockFormat, Linear, LinearFormat
+from paceline.layers.mlp import GatedMlp
 from paceline.layers.rope import (
     interleave_pairs,
     inverse_frequencies,
@@ -163,15 +165,15 @@ def load_decoder(
     has_head = "lm_head.weight" in source.names()
     check_names(spec, source, expected_shapes(spec))
     read = Reader(source, formats)
-    layers: list[DecoderLayer] = []
-    for i in range(spec.num_layers):
-        layers.append(load_layer(spec, read, i))
-        if progress:
-            progress("weights", (i + 1) / (spec.num_layers + 1))
-    head = "lm_head" if has_head else "model.embed_tokens"
     kernels = pick_kernels(
         formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
     )
+    layers: list[DecoderLayer] = []
+    for i in range(spec.num_layers):
+        layers.append(load_layer(spec, read, i, kernels))
+        if progress:
+            progress("weights", (i + 1) / (spec.num_layers + 1))
+    head = "lm_head" if has_head else "model.embed_tokens"
     decoder = Decoder(
         spec=spec,
         embedding_VD=read.table("model.embed_tokens.weight"),
@@ -241,21 +243,32 @@ def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
     return interleave_pairs(rows, num_heads) if num_heads else rows
 
 
-def load_layer(spec: ModelSpec, read: Reader, index: int) -> DecoderLayer:
+def load_layer(spec: ModelSpec, read: Reader, index: int, kernels: Kernels) -> DecoderLayer:
     at = f"model.layers.{index}."
-    attention = [f"{at}self_attn.{x}_proj" for x in "qkv"]
-    norms = None
-    if spec.has_qk_norm:
-        query, key = (read.norm(f"{at}self_attn.{x}_norm.weight") for x in "qk")
-        norms = HeadNorms(interleave_pairs(query, 1), interleave_pairs(key, 1), spec.norm_eps)
     has_norm = index > 0 or spec.has_first_norm
     return DecoderLayer(
         input_norm=read.norm(at + "input_layernorm.weight") if has_norm else None,
-        qkv=read.linear(attention, [spec.num_heads, spec.num_kv_heads, 0]),
-        o=read.linear([at + "self_attn.o_proj"]),
+        attention=_load_attention(spec, read, at + "self_attn.", kernels),
         post_norm=read.norm(at + "post_attention_layernorm.weight"),
-        gate_up=read.linear([at + "mlp.gate_proj", at + "mlp.up_proj"]),
-        down=read.linear([at + "mlp.down_proj"]),
+        mlp=GatedMlp(
+            gate_up=read.linear([at + "mlp.gate_proj", at + "mlp.up_proj"]),
+            down=read.linear([at + "mlp.down_proj"]),
+            silu_and_mul=kernels.silu_and_mul,
+        ),
+    )
+
+
+def _load_attention(spec: ModelSpec, read: Reader, at: str, kernels: Kernels) -> GroupedAttention:
+    norms = None
+    if spec.has_qk_norm:
+        query, key = (read.norm(f"{at}{x}_norm.weight") for x in "qk")
+        norms = HeadNorms(interleave_pairs(query, 1), interleave_pairs(key, 1), spec.norm_eps)
+    projections = [f"{at}{x}_proj" for x in "qkv"]
+    return GroupedAttention(
+        qkv=read.linear(projections, [spec.num_heads, spec.num_kv_heads, 0]),
+        o=read.linear([at + "o_proj"]),
+        kernels=kernels,
+        scale=spec.head_size**-0.5,
         head_norms=norms,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import CheckpointError, nearest
 
@@ -24,6 +24,34 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Layers whose MLP is a choice of experts."""
+
+    num_experts: int
+    num_chosen: int  # experts of a token
+    inner_size: int  # of one expert
+    router: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: DeepSeek's, with a bias by expert
+    is_normed: bool = True  # chosen weights are scaled to sum 1
+    scaling: float = 1.0
+    num_groups: int = 1  # experts come in groups, of which some are kept before the choice
+    num_chosen_groups: int = 1
+    shared_inner_size: int = 0  # an expert that every token takes; 0 = none
+    dense_layers: frozenset[int] = frozenset()  # layers with one ordinary MLP
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention: what is cached is one latent and one rotary key per token."""
+
+    query_rank: int | None  # None: queries are projected at once
+    latent_size: int
+    nope_size: int  # of a head's query and key, the part without positions
+    rope_size: int
+    value_size: int
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +74,9 @@ class ModelSpec:
     has_o_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
+    sliding_window: int | None = None  # of every layer
     has_first_norm: bool = True  # whether layer 0 norms its input
 
     @property

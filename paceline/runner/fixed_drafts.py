@@ -10,7 +10,7 @@ from paceline.drafters.base import DraftPass
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.draft_rows import next_rows, own_rows, shifted_tokens, store_drafts
 from paceline.kernels.step_rows import BatchRows, PacketLayout, Ring, SlotTensors, StepRows
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import StepBuffers

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.models.layout import lay_out
 from paceline.sampling.window import Window
 from paceline.state.pages import Pages

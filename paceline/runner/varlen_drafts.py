@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftPass
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.models.layout import lay_out, lay_out_one_each
 from paceline.runner.inputs import StepInputs
 from paceline.state.pages import Pages

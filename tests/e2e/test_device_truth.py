@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.decoder import Decoder, ForwardInputs
+from paceline.layers.attention import ForwardInputs
+from paceline.models.decoder import Decoder
 from paceline.models.draft_heads import EagleModel
 from paceline.sampling.params import pack_bits
 from paceline.step import Ints, StepPlan, StepResult

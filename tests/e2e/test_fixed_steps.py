@@ -6,7 +6,6 @@ passes are the ones that a GPU runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,10 +27,9 @@ def build_on_cpu(config: EngineConfig, progress: Progress) -> Runner:
 
 
 @pytest.fixture
-def _fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every engine of this process runs fixed-shape steps."""
     monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
-    yield
 
 
 FIXED_AXES = {**AXES, "family": ("llama", "qwen2", "qwen3"), "k": (1, 3, 7)}

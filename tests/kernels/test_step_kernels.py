@@ -30,7 +30,7 @@ from paceline.kernels.triton_cases_step import (
     batch_rows,
     unwritten,
 )
-from paceline.models.decoder import ForwardInputs
+from paceline.layers.attention import ForwardInputs
 from paceline.runner.inputs import StepInputs, build_inputs
 from paceline.runner.varlen_drafts import VarlenDraftStep
 from paceline.sampling.verify import Accepted, AcceptRules, Tail, verify

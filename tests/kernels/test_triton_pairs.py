@@ -1,4 +1,4 @@
-"""Every Triton kernel agrees with its torch twin: through the interpreter here, for real on a GPU."""
+"""Every Triton kernel agrees with its torch twin: by the interpreter here, for real on a GPU."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 
 from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
+from paceline.layers.attention import GroupedAttention
 from paceline.layers.linear import exact_linear
 from paceline.models.decoder import Decoder
 from paceline.models.draft_heads import EagleModel
@@ -122,7 +123,9 @@ def test_biases_and_head_norms_are_taken_where_the_file_has_them(
     head.weights[at + "q_norm.weight"] = head.weights[at + "k_norm.weight"] = torch.ones(8)
     save_head(folder / "more", head)
     model = load(folder / "more", target)
-    assert model.stack.layers[0].head_norms is not None
+    attention = model.stack.layers[0].attention
+    assert isinstance(attention, GroupedAttention)
+    assert attention.head_norms is not None
     feature_ND, token_N = torch.randn(9, 32), torch.randint(0, VOCAB, (9,))
     plain = outputs(load(folder / "plain", target), feature_ND, token_N)
     assert not torch.allclose(outputs(model, feature_ND, token_N), plain, atol=1e-2)

@@ -1,0 +1,34 @@
+"""The block after attention: normed activations in, what the block adds to the residual out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.layers.linear import Linear
+
+
+class Mlp(Protocol):
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class GatedMlp:
+    """down(silu(gate x) * up x), gate and up as one product."""
+
+    gate_up: Linear
+    down: Linear
+    silu_and_mul: Callable[[Tensor], Tensor]
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self.down(self.silu_and_mul(self.gate_up(x_TD)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
