@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
@@ -63,6 +64,11 @@ $(VENV)/.extras-$(1): pyproject.toml $(VENV)/.torch
 	@$$(PIP) install --quiet --editable '.[$(2)]'
 	@touch $$@
 endef
+# The kernel tests interpret Triton on the CPU. A CUDA build of torch brings its own; never touch it.
+$(VENV)/.triton: $(VENV)/.torch
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet '$(TRITON)'
+	@touch $@
+
 $(eval $(call extras_stamp,server,server))
 $(eval $(call extras_stamp,test,server$(comma)test))
 $(eval $(call extras_stamp,dev,server$(comma)test$(comma)dev))
@@ -75,10 +81,10 @@ install: $(VENV)/.extras-server
 serve: $(VENV)/.extras-server
 	@$(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.extras-test
+test: $(VENV)/.extras-test $(VENV)/.triton
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(VENV)/.extras-test
+test-all: $(VENV)/.extras-test $(VENV)/.triton
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 check: $(VENV)/.extras-dev

@@ -15,7 +15,7 @@ from paceline.kernels.dispatch import Kernels
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
 from paceline.models.decoder import DenseLayer
-from paceline.models.fused_cuda import CudaLayers
+from paceline.models.fused_cuda import CudaLayers, Tiles
 from paceline.models.spec import ModelSpec, RopeSpec
 from paceline.state.pages import LayerPages
 
@@ -46,6 +46,13 @@ KERNELS = Kernels(
 )
 
 
+class _TorchLayers(CudaLayers):
+    """As if there were very many rows: torch's products, and kernels between them."""
+
+    def _choose(self, num_rows: int) -> Tiles:
+        return Tiles(None, None, None, None)
+
+
 class Stack:
     """Random layers of one model."""
 
@@ -70,33 +77,29 @@ class Stack:
             for _ in self.layers
         ]
         self.fused = CudaLayers(spec, self.layers, KERNELS)
+        self.plain = _TorchLayers(spec, self.layers, KERNELS)
 
     def run(self, residual_TD: Tensor, rotation_TH: Tensor, inputs: Any, is_fused: bool) -> Tensor:
         """The last layer's share; `residual_TD` is updated in place."""
-        if not is_fused:
-            own = self.fused._own
-            self.fused._own = lambda rows: own(1 << 20)  # as if there were very many rows
-            try:
-                return self.fused(residual_TD, rotation_TH, inputs, self.pages)
-            finally:
-                self.fused._own = own
-        return self.fused(residual_TD, rotation_TH, inputs, self.pages)
+        layers = self.fused if is_fused else self.plain
+        return layers(residual_TD, rotation_TH, inputs, self.pages)
 
     def difference(self, rows: int) -> float:
         """Relative, between the fused layers and the chain of plain ones."""
         residual, rotation, inputs = self.inputs(rows)
         sums = []
-        self.fused._kernels = KERNELS._replace(paged_attention=query_as_attention)
+        kernels = KERNELS._replace(paged_attention=query_as_attention)
+        self.fused._kernels = self.plain._kernels = kernels
         for is_fused in (True, False):
             copy = residual.clone()
             sums.append(self.run(copy, rotation, inputs, is_fused) + copy)
-        self.fused._kernels = KERNELS
+        self.fused._kernels = self.plain._kernels = KERNELS
         return float((sums[0] - sums[1]).norm() / sums[1].norm())
 
     def forget(self) -> None:
         """The table has changed."""
         gemv_table.pick_tile.cache_clear()
-        self.fused._own.cache_clear()
+        self.fused._tiles.cache_clear()
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, ForwardInputs]:
         torch.manual_seed(rows)

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def attention_cell(
         shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
         caches = torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
         scale = model.head_size**-0.5
-        return [lambda c=c: paged_attention(qkv_TD, c[0], c[1], batch, scale) for c in caches]
+        return [partial(paged_attention, qkv_TD, c[0], c[1], batch, scale) for c in caches]
 
     counts = {count for count, _ in rows}
     kind = f"{len(rows)} x {rows[0][0]} at {rows[0][1]}"
@@ -120,7 +121,7 @@ def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[Atten
 def prepare_cell(model: Model, num_rows: int, length: int) -> Cell:
     def make(num_sets: int) -> list[Callable[[], Any]]:
         batch, _ = _batch(model, [(1, length)] * num_rows, 1)
-        return [lambda: prepare(batch, num_rows, model.num_kv)] * num_sets
+        return [partial(prepare, batch, num_rows, model.num_kv)] * num_sets
 
     return Cell("prepare", f"{num_rows} at {length}", make, 0.0)
 
@@ -138,21 +139,21 @@ def layer_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
 
     def norms(num_sets: int) -> list[Callable[[], Any]]:
         x, weight = numbers(num_sets, rows, model.hidden), numbers(model.hidden)
-        return [lambda x=x: rms_norm(x, weight, 1e-5) for x in x]
+        return [partial(rms_norm, x, weight, 1e-5) for x in x]
 
     def adds(num_sets: int) -> list[Callable[[], Any]]:
         x, weight = numbers(num_sets, 2, rows, model.hidden), numbers(model.hidden)
-        return [lambda x=x: add_rms_norm(x[0], x[1], weight, 1e-5) for x in x]
+        return [partial(add_rms_norm, x[0], x[1], weight, 1e-5) for x in x]
 
     def gates(num_sets: int) -> list[Callable[[], Any]]:
         x = numbers(num_sets, rows, 2 * model.intermediate)
-        return [lambda x=x: silu_and_mul(x) for x in x]
+        return [partial(silu_and_mul, x) for x in x]
 
     def heads(num_sets: int) -> list[Callable[[], Any]]:
         qkv = numbers(num_sets, rows, model.qkv_width)
         cache = numbers(num_sets, 2, model.num_kv, rows, model.head_size)
         return [
-            lambda x=x, c=c: place_heads(x, rotation_TH, None, c[0], c[1], slot_T)
+            partial(place_heads, x, rotation_TH, None, c[0], c[1], slot_T)
             for x, c in zip(qkv, cache, strict=True)
         ]
 
@@ -193,7 +194,7 @@ def microseconds(cell: Cell, repeats: int = 5) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -106,7 +106,7 @@ class DeviceConfig:
 class SpeculativeConfig:
     """The drafter. Built from the --speculative-config JSON object."""
 
-    method: Literal["ngram", "draft_model", "eagle"]
+    method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
     num_speculative_tokens: int
     model: str | None = None
     revision: str | None = None
@@ -119,6 +119,10 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     # let each request's k follow its own acceptance
     adaptive: bool = True
+    # eagle3: after how many layers the target is read; else what the head's config.json says
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    # the method comes from the model's name only; its config.json may know better
+    method_is_guessed: bool = False
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -126,7 +130,7 @@ class SpeculativeConfig:
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1 "
                 "(leave --speculative-config away for no drafter)."
             )
-        if self.method in ("draft_model", "eagle") and not self.model:
+        if self.method not in ("ngram", "mtp") and not self.model:
             kind = "draft" if self.method == "draft_model" else "head"
             raise ConfigError(
                 f'method "{self.method}" needs "model": the folder or hub id of the {kind}.'
@@ -135,6 +139,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max "
                 f"{self.prompt_lookup_max}: need 1 <= min <= max."
+            )
+        taps = self.eagle_aux_hidden_state_layer_ids
+        if taps is not None and (self.method != "eagle3" or not taps):
+            raise ConfigError(
+                "eagle_aux_hidden_state_layer_ids lists the layers that an EAGLE-3 head reads; "
+                f'found {list(taps)} with method "{self.method}".'
             )
         self._check_synthetic()
 
@@ -169,7 +179,11 @@ class SpeculativeConfig:
         for name in values:
             if name not in known:
                 raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, known)}")
-        method = values.get("method") or _method_of(values.get("model"))
+        method = values.get("method")
+        if not method:
+            method, values["method_is_guessed"] = _method_of(values.get("model")), True
+        elif str(method).endswith("_mtp"):
+            method = "mtp"  # elsewhere it carries the target's family
         methods = get_args(get_type_hints(cls)["method"])
         if method not in methods:
             raise ConfigError(
@@ -185,8 +199,9 @@ class SpeculativeConfig:
             else:
                 high = max(cls.prompt_lookup_max, values["prompt_lookup_min"])
                 values["prompt_lookup_max"] = high
-        if values.get("synthetic_acceptance_rates") is not None:
-            values["synthetic_acceptance_rates"] = tuple(values["synthetic_acceptance_rates"])
+        for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
         return cls(**{**values, "method": method})
 
 
@@ -258,6 +273,17 @@ class EngineConfig:
                 f"max_num_batched_tokens {s.max_num_batched_tokens} cannot hold max_num_seqs "
                 f"{s.max_num_seqs} rows of {k + 1} tokens; raise it to at least "
                 f"{least} or lower --max-num-seqs."
+            )
+        own = self.speculative.model if self.speculative else None
+        if (
+            own
+            and self.speculative
+            and self.speculative.method == "mtp"
+            and own != self.model.model
+        ):
+            raise ConfigError(
+                f'method "mtp" drafts with a layer of the target itself; leave "model" ({own!r}) '
+                "away."
             )
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(d, name) != 1:

@@ -145,6 +145,8 @@ class RunnerInfo:
     draft_lookahead: int  # extra positions past the window whose KV the drafter writes
     # A position's KV depends on the token after it too: the drafter reads the target's features.
     draft_reads_features: bool = False
+    # Positions up to a sequence's next one, itself included, that some layer may read; None: all.
+    kv_window: int | None = None
     max_num_batched_tokens: int = 2048  # where the configuration leaves it open
     model_name: str = ""
     device: str = "cpu"

@@ -1,6 +1,7 @@
 """Tiny EAGLE-1 heads and their plain arithmetic: no cache, no batch, one sequence from its start.
 
-Heads are trained on a few sequences for a moment, so that part of their drafts is right.
+Heads are trained on a few sequences for a moment, so that part of their drafts is right. What all
+plain heads have in common is here too: see tests/eagle3.py and tests/mtp.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -34,6 +35,43 @@ EAGLE_CONFIG: dict[str, Any] = {
 }
 
 
+class PlainHead(Protocol):
+    """A head as its definition reads: row i holds feature i and token i + 1."""
+
+    def features(self, target: Any, tokens: Sequence[int]) -> Tensor:
+        """What it reads of the target, by transformers."""
+
+    def read(self, feature_ND: Tensor) -> Tensor:
+        """The target's features as features of its own."""
+
+    def forward(self, feature_ND: Tensor, token_N: Tensor) -> Tensor:
+        """The next features, of rows 0...N - 1."""
+
+    def logits(self, out_ND: Tensor) -> Tensor:
+        """Over its own vocabulary."""
+
+    def token_of(self, index: int) -> int:
+        """The target's id of one of its own; -1 where it has none."""
+
+    def learned(self) -> list[Tensor]:
+        """What training changes."""
+
+
+Head = TypeVar("Head", bound=PlainHead)
+
+
+def drafts_of(head: PlainHead, feature_ND: Tensor, tokens: Sequence[int], k: int) -> list[int]:
+    """K greedy drafts after `tokens`; `feature_ND` are the target's, of all but the last."""
+    fed, own_ND = list(tokens[1:]), head.read(feature_ND[: len(tokens) - 1])
+    drafts: list[int] = []
+    while len(drafts) < k:
+        out_ND = head.forward(own_ND, torch.tensor(fed))
+        drafts.append(head.token_of(int(head.logits(out_ND[-1:])[0].argmax())))
+        own_ND = torch.cat((own_ND, out_ND[-1:]))
+        fed.append(drafts[-1])
+    return drafts
+
+
 @dataclass
 class PlainEagle:
     """What an EAGLE-1 head is, written down as its definition reads."""
@@ -51,27 +89,36 @@ class PlainEagle:
             at = f"layers.{index}."
             inner = x_ND
             if index:
-                inner = self._norm(x_ND, w[at + "input_layernorm.weight"])
-            x_ND = x_ND + self._attention(inner, at + "self_attn.")
-            inner = self._norm(x_ND, w[at + "post_attention_layernorm.weight"])
-            gate, up, down = (w[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            x_ND = x_ND + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+                inner = self.norm(x_ND, w[at + "input_layernorm.weight"])
+            x_ND = self.with_mlp(x_ND + self.attention(inner, at + "self_attn."), at)
         return x_ND
 
-    def _norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+    def with_mlp(self, x_ND: Tensor, at: str) -> Tensor:
+        inner = self.norm(x_ND, self.weights[at + "post_attention_layernorm.weight"])
+        names = (f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        gate, up, down = (self.weights[name] for name in names)
+        return x_ND + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+
+    def norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
         eps: float = self.config["rms_norm_eps"]
         scale = (x_ND.square().mean(-1, keepdim=True) + eps).rsqrt()
         return x_ND * scale * weight_D
 
-    def _attention(self, x_ND: Tensor, at: str) -> Tensor:
-        q, k, v = (x_ND @ self.weights[f"{at}{n}_proj.weight"].T for n in "qkv")
+    def attention(self, x_ND: Tensor, at: str) -> Tensor:
+        w = self.weights
+        names = [f"{at}{n}_proj" for n in "qkv"]
+        q, k, v = (x_ND @ w[f"{n}.weight"].T + w.get(f"{n}.bias", 0.0) for n in names)
         heads, kv_heads = (
             self.config["num_attention_heads"],
             self.config["num_key_value_heads"],
         )
         count, group = x_ND.shape[-2], heads // kv_heads
-        q = self._rotated(q.unflatten(-1, (heads, -1)))
-        k = self._rotated(k.unflatten(-1, (kv_heads, -1))).repeat_interleave(group, -2)
+        q, k = q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1))
+        if f"{at}q_norm.weight" in self.weights:
+            q, k = (
+                self.norm(x, self.weights[f"{at}{n}_norm.weight"]) for x, n in ((q, "q"), (k, "k"))
+            )
+        q, k = self._rotated(q), self._rotated(k).repeat_interleave(group, -2)
         v = v.unflatten(-1, (kv_heads, -1)).repeat_interleave(group, -2)
         scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
@@ -88,16 +135,20 @@ class PlainEagle:
             (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1
         )
 
-    def drafts(self, feature_ND: Tensor, tokens: Sequence[int], k: int) -> list[int]:
-        """K greedy drafts after `tokens`; `feature_ND` are the target's, of all but the last."""
-        fed, feature_ND = list(tokens[1:]), feature_ND[: len(tokens) - 1]
-        drafts: list[int] = []
-        while len(drafts) < k:
-            out_ND = self.forward(feature_ND, torch.tensor(fed))
-            drafts.append(int((out_ND[-1] @ self.lm_head_VD.T).argmax()))
-            feature_ND = torch.cat((feature_ND, out_ND[-1:]))
-            fed.append(drafts[-1])
-        return drafts
+    def features(self, target: Any, tokens: Sequence[int]) -> Tensor:
+        return features(target, tokens)
+
+    def read(self, feature_ND: Tensor) -> Tensor:
+        return feature_ND
+
+    def logits(self, out_ND: Tensor) -> Tensor:
+        return out_ND @ self.lm_head_VD.T
+
+    def token_of(self, index: int) -> int:
+        return index
+
+    def learned(self) -> list[Tensor]:
+        return [w for name, w in self.weights.items() if "embed" not in name]
 
 
 def features(target: Any, tokens: Sequence[int]) -> Tensor:
@@ -140,25 +191,32 @@ def random_head(target: Any, *, seed: int = 0, **changes: Any) -> PlainEagle:
     return PlainEagle(config, weights, lm_head_VD)
 
 
-def trained_head(
-    target: Any, sequences: Sequence[Sequence[int]], *, num_steps: int = 100, **options: Any
-) -> PlainEagle:
-    """A head that has half learned these sequences by heart: the last `_WINDOW` tokens of each."""
-    head = random_head(target, **options)
+def trained_head(target: Any, sequences: Sequence[Sequence[int]], **options: Any) -> PlainEagle:
+    return train(random_head(target, **options), target, sequences)
+
+
+def train(
+    head: Head, target: Any, sequences: Sequence[Sequence[int]], *, num_steps: int = 100
+) -> Head:
+    """It half learns these sequences by heart: the last `_WINDOW` tokens of each."""
     known = [s for s in sequences if len(s) > _WINDOW]
-    feature_BND = torch.stack([features(target, s)[-_WINDOW - 1 : -2] for s in known])
+    feature_BND = torch.stack([head.features(target, s)[-_WINDOW - 1 : -2] for s in known])
     token_BN = torch.tensor([s[-_WINDOW:-1] for s in known])
-    after = torch.tensor([s[1 - _WINDOW :] for s in known]).flatten()
-    learned = [w for name, w in head.weights.items() if "embed" not in name]
+    count = head.logits(head.forward(head.read(feature_BND[:1]), token_BN[:1])).shape[-1]
+    index_of = {head.token_of(index): index for index in range(count)}
+    # What it has no word for, it learns nothing about.
+    after = torch.tensor([index_of.get(t, -100) for s in known for t in s[1 - _WINDOW :]])
+    learned = head.learned()
     with torch.enable_grad():
         for weight in learned:
             weight.requires_grad_()
         optimizer = torch.optim.Adam(learned, lr=0.02)
         for _ in range(num_steps):
-            once = head.forward(feature_BND, token_BN)
+            own_BND = head.read(feature_BND)
+            once = head.forward(own_BND, token_BN)
             # Its own outputs as features: what the second draft is made from.
-            twice = head.forward(torch.cat((feature_BND[:, :1], once[:, :-1]), dim=1), token_BN)
-            logits = torch.stack((once, twice)) @ head.lm_head_VD.T
+            twice = head.forward(torch.cat((own_BND[:, :1], once[:, :-1]), dim=1), token_BN)
+            logits = head.logits(torch.stack((once, twice)))
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), after.repeat(2))
             optimizer.zero_grad()
             loss.backward()

@@ -29,7 +29,7 @@ class FeatureRunner(FakeRunner):
             for position in range(row.start, slot.num_computed):
                 self._write_head(slot, position, slot.states[position + 1])
         for row in alive:
-            self._read_head(row.slot)
+            self._read_head(row.slot, self.first_seen(row.start))
             if not row.slot.done:
                 for ahead in range(self._info.draft_lookahead):
                     self._write_head(row.slot, row.slot.num_computed + ahead, GARBAGE)
@@ -40,10 +40,10 @@ class FeatureRunner(FakeRunner):
             size = self._info.page_size
             self.head_kv[slot.table[position // size], position % size] = state
 
-    def _read_head(self, slot: Slot) -> None:
+    def _read_head(self, slot: Slot, first: int) -> None:
         assert slot.init is not None
-        end, size = slot.num_computed, self._info.page_size
-        pages = [slot.table[page] for page in range(-(-end // size))]
-        seen = self.head_kv[pages].reshape(-1)[:end].tolist()
+        end = slot.num_computed
+        seen = self.read(self.head_kv, slot, first, end)
         uid = slot.init.request.uid
-        assert seen == slot.states[1 : end + 1], f"the drafter of request {uid} reads wrong KV"
+        wanted = slot.states[first + 1 : end + 1]
+        assert seen == wanted, f"the drafter of request {uid} reads wrong KV"

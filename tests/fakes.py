@@ -10,7 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,26 +34,10 @@ _MASK = (1 << 62) - 1
 
 
 def runner_info(
-    *,
-    num_pages: int = 64,
-    page_size: int = 4,
-    num_slots: int = 4,
-    max_model_len: int = 96,
-    vocab_size: int = 64,
-    max_k: int = 0,
-    draft_lookahead: int | None = None,
-    draft_reads_features: bool = False,
+    *, max_k: int = 0, draft_lookahead: int | None = None, **changes: Any
 ) -> RunnerInfo:
-    return RunnerInfo(
-        num_pages=num_pages,
-        page_size=page_size,
-        num_slots=num_slots,
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        max_k=max_k,
-        draft_lookahead=max_k if draft_lookahead is None else draft_lookahead,
-        draft_reads_features=draft_reads_features,
-    )
+    lookahead = max_k if draft_lookahead is None else draft_lookahead
+    return replace(RunnerInfo(64, 4, 4, 96, 64, max_k, lookahead), **changes)
 
 
 # ---- the model
@@ -287,7 +272,9 @@ class FakeRunner:
                     del table[stale]
                 table[int(index)] = int(page)
         for slot_index in plan.slot_B.tolist():
-            pages = list(self.slots[slot_index].table.values())
+            slot = self.slots[slot_index]
+            first = self.first_seen(slot.num_computed) // info.page_size
+            pages = [page for index, page in slot.table.items() if index >= first]
             assert all(0 <= page < info.num_pages for page in pages)
             assert len(set(pages)) == len(pages), "a page twice in one table"
 
@@ -331,14 +318,24 @@ class FakeRunner:
             slot.written_end = max(slot.written_end, position + 1)
 
     def _read_row(self, row: _Row) -> None:
-        """Attention sees every position up to its own: all must hold this prefix."""
-        slot, size = row.slot, self._info.page_size
-        if slot.done:
-            return
-        end = row.start + 1
-        pages = [slot.table[page] for page in range(-(-end // size))]
-        seen = self.kv[pages].reshape(-1)[:end].tolist()
-        assert seen == slot.states[:end], f"wrong KV in the pages of request {_uid(slot)}"
+        """Attention sees every position of the window up to its own: all must hold this prefix."""
+        slot, end = row.slot, row.start + 1
+        if not slot.done:
+            first = self.first_seen(row.start)
+            seen = self.read(self.kv, slot, first, end)
+            assert seen == slot.states[first:end], f"wrong KV in the pages of request {_uid(slot)}"
+
+    def read(self, kv: npt.NDArray[np.int64], slot: Slot, first: int, end: int) -> list[int]:
+        size = self._info.page_size
+        pages = [slot.table[page] for page in range(first // size, -(-end // size))]
+        skipped = first // size * size
+        values: list[int] = kv[pages].reshape(-1)[first - skipped : end - skipped].tolist()
+        return values
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query sees; those before may be gone."""
+        window = self._info.kv_window
+        return 0 if window is None else max(position + 1 - window, 0)
 
     # ---- B: verify, advance, draft
 

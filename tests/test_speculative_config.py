@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from paceline.config import SpeculativeConfig
+from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.errors import ConfigError
 
 
@@ -28,12 +29,40 @@ def test_an_eagle_config_as_it_is_written_for_other_engines() -> None:
     [
         ("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle"),
         ("/models/my-eagle-head/", "eagle"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("org/Qwen3-8B_eagle-3", "eagle3"),
         ("/eagle/smollm2-135m", "draft_model"),
         ("HuggingFaceTB/SmolLM2-135M", "draft_model"),
     ],
 )
 def test_without_a_method_the_models_name_tells_it(model: str, method: str) -> None:
     assert parsed(model=model).method == method
+    assert parsed(model=model).method_is_guessed
+    assert not parsed(model=model, method=method).method_is_guessed
+
+
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_lite_mtp"])
+def test_mtp_has_many_names_and_needs_no_model(name: str) -> None:
+    assert (parsed(method=name).method, parsed(method=name).model) == ("mtp", None)
+
+
+def test_an_mtp_layer_is_the_targets_own() -> None:
+    def spec(model: str) -> dict[str, Any]:
+        return {"method": "mtp", "model": model, "num_speculative_tokens": 2}
+
+    EngineConfig.from_keywords(model="a/target", speculative_config=spec("a/target"))
+    with pytest.raises(ConfigError, match=r'leave "model" \(\'other/head\'\) away'):
+        EngineConfig.from_keywords(model="a/target", speculative_config=spec("other/head"))
+
+
+def test_taps_and_a_guessed_method_reach_the_engine_process() -> None:
+    spec = {"model": "a/eagle3", "num_speculative_tokens": 2}
+    spec |= {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
+    config = EngineConfig.from_keywords(speculative_config=spec)
+    there = EngineConfig.from_keywords(**json.loads(json.dumps(config.flat())))
+    assert there.speculative == config.speculative
+    assert there.speculative is not None
+    assert there.speculative.eagle_aux_hidden_state_layer_ids == (1, 5, 9)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +71,12 @@ def test_without_a_method_the_models_name_tells_it(model: str, method: str) -> N
         ({"method": "eagle"}, 'method "eagle" needs "model": the folder or hub id of the head'),
         ({"method": "draft_model"}, 'method "draft_model" needs "model"'),
         ({"method": "eagel", "model": "m"}, "'eagel' is not supported; use one of ngram, draft_mo"),
-        ({"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}, "'eagle3' is not supported"),
+        ({"method": "eagle3"}, 'method "eagle3" needs "model": the folder or hub id of the head'),
+        ({"method": "medusa", "model": "m"}, "'medusa' is not supported; use one of .*eagle3, mtp"),
+        (
+            {"method": "eagle", "model": "m", "eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
+            r'EAGLE-3 head reads; found \[2, 4, 6\] with method "eagle"',
+        ),
         ({}, "method None is not supported"),
         ({"method": "eagle", "model": "m", "draft_tensor_parallel_size": 2}, "only 1 is"),
         ({"method": "eagle", "model": "m", "draft_sample_methd": "x"}, "draft_sample_method"),

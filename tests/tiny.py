@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 VOCAB = 96
-FAMILIES = ("llama", "llama-tied-rope3", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama-tied-rope3", "qwen2", "qwen3")  # what a GGUF file may hold
+MOE_FAMILIES = ("mixtral", "mixtral-window", "qwen3-moe")
+LATENT_FAMILIES = ("deepseek-v3", "glm4-moe-lite")
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -42,8 +44,69 @@ def tiny_config(family: str, **changes: Any) -> Any:
         }
     if family == "qwen3":
         values["head_dim"] = 12
+    if family in MOE_FAMILIES:
+        kinds[family], more = _moe_values(family)
+        values.update(more)
+    if family in LATENT_FAMILIES:
+        kinds[family], more = _latent_values(family)
+        values.update(more)
     config_class = getattr(transformers, f"{kinds[family]}Config")
     return config_class(**{**values, **changes})
+
+
+def _moe_values(family: str) -> tuple[str, dict[str, Any]]:
+    """Counts that are no powers of two; a window that ends within pages of 4 and of 16."""
+    if family != "qwen3-moe":
+        window = 27 if family == "mixtral-window" else None
+        return "Mixtral", {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": window,
+        }
+    return "Qwen3Moe", {
+        "head_dim": 12,
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    }
+
+
+def _latent_values(family: str) -> tuple[str, dict[str, Any]]:
+    """Sizes of which no two are alike; an eps that is far from the one of the narrow norms."""
+    values = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-3,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.8,
+    }
+    if family == "glm4-moe-lite":
+        return "Glm4MoeLite", values
+    values["n_group"], values["topk_group"] = 4, 2
+    values["first_k_dense_replace"] = 1
+    values["num_nextn_predict_layers"] = 0
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    }
+    return "DeepseekV3", {**values, "rope_parameters": yarn}
 
 
 def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Any:
@@ -62,6 +125,9 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> An
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.25)
     model.tie_weights()
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(folder)

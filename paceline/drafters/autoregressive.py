@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.drafters.base import DraftPass, DraftStep
 from paceline.layers.attention import ForwardInputs
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import EagleModel
+from paceline.models.draft_heads import HeadModel
 from paceline.sampling.draft import propose_tokens
 from paceline.state.pages import LayerPages
 
@@ -26,10 +26,18 @@ class DraftHead(Protocol):
 
     @property
     def is_shifted(self) -> bool:
-        """Entry i holds token i + 1 and the target's hidden state at i."""
+        """Entry i holds token i + 1 and the target's feature at i."""
 
     @property
     def group_size(self) -> int: ...
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        """The features it reads; see Drafter.tap_ids."""
+
+    @property
+    def token_of_V(self) -> Tensor | None:
+        """The target's ids of a vocabulary of its own, which its logits are of."""
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
         """Hidden states of the first pass."""
@@ -57,12 +65,16 @@ class AutoregressiveDrafter:
     def reads_features(self) -> bool:
         return self.head.is_shifted
 
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        return self.head.tap_ids
+
     def propose(self, step: DraftStep) -> None:
         head, is_shifted, group_size = self.head, self.head.is_shifted, self.head.group_size
         batch = step.shifted(group_size) if is_shifted else step.own(group_size)
         if not len(batch.inputs.token_T):
             return
-        hidden_TD = head.first(batch, step.hidden_TD)
+        hidden_TD = head.first(batch, step.feature_TD)
         if not step.k or not len(step.slot_B):
             return  # the pass still ran: the KV stays warm while nobody speculates
         hidden_BD = hidden_TD.index_select(0, batch.last_B)
@@ -79,6 +91,7 @@ class AutoregressiveDrafter:
                     j,
                     step.slots,
                     probabilistic=self.is_probabilistic,
+                    token_of_V=head.token_of_V,
                 )
             )
         step.store(torch.stack(drafts, dim=1), is_onehot=not self.is_probabilistic)
@@ -92,6 +105,8 @@ class DraftModelHead:
     layer_pages: list[LayerPages]
 
     is_shifted = False
+    tap_ids = ()
+    token_of_V = None
 
     @property
     def group_size(self) -> int:
@@ -108,10 +123,10 @@ class DraftModelHead:
 
 
 @dataclass(slots=True)
-class EagleHead:
-    """EAGLE-1: reads the target's hidden states first, then its own."""
+class FeatureHead:
+    """EAGLE and MTP: reads the target's features first, then its own."""
 
-    model: EagleModel
+    model: HeadModel
     layer_pages: list[LayerPages]
 
     is_shifted = True
@@ -120,8 +135,16 @@ class EagleHead:
     def group_size(self) -> int:
         return self.model.stack.spec.group_size
 
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        return self.model.tap_ids
+
+    @property
+    def token_of_V(self) -> Tensor | None:
+        return self.model.token_of_V
+
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
-        feature_TD = batch.of_target(target_TD)
+        feature_TD = self.model.read(batch.of_target(target_TD))
         return self.model.forward(batch.inputs, feature_TD, self.layer_pages)
 
     def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:

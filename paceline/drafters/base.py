@@ -23,9 +23,9 @@ class DraftPass:
     # The target's entry behind each of this pass's; None: all of them, in order.
     target_T: Tensor | None = None
 
-    def of_target(self, hidden_TD: Tensor) -> Tensor:
+    def of_target(self, feature_TD: Tensor) -> Tensor:
         """What the target computed at the entries of this pass."""
-        return hidden_TD if self.target_T is None else hidden_TD.index_select(0, self.target_T)
+        return feature_TD if self.target_T is None else feature_TD.index_select(0, self.target_T)
 
 
 class DraftStep(Protocol):
@@ -49,8 +49,8 @@ class DraftStep(Protocol):
         """The slots that draft."""
 
     @property
-    def hidden_TD(self) -> Tensor:
-        """The target's hidden states, after its final norm."""
+    def feature_TD(self) -> Tensor:
+        """What the target hands out: hidden states after its final norm, or `Drafter.tap_ids`."""
 
     def shifted(self, group_size: int) -> DraftPass:
         """The target's rows, each token replaced by the one after it, positions as they were.
@@ -91,6 +91,10 @@ class Drafter(Protocol):
     def reads_features(self) -> bool:
         """Its KV at a position depends on the token after it and on the target's hidden states."""
 
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        """Its features are the residual stream after so many layers each; (): hidden states."""
+
     def propose(self, step: DraftStep) -> None:
         """Write step.k drafts (-1 = none) into the slot of every row that drafts."""
 
@@ -102,6 +106,7 @@ class NoDrafter:
     lookahead = 0
     is_probabilistic = False
     reads_features = False
+    tap_ids = ()
 
     def propose(self, step: DraftStep) -> None:
         pass

@@ -12,6 +12,7 @@ class NgramDrafter:
     lookahead = 0
     is_probabilistic = False
     reads_features = False
+    tap_ids = ()
 
     def __init__(self, max_k: int, min_n: int, max_n: int) -> None:
         self.max_k = max_k

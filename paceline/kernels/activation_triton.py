@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.triton_chain import dependent, wait_for_input
+
 BLOCK = 1024
 
 
@@ -14,13 +16,25 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     out_TI = gate_up_TI.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, BLOCK))
     _silu_and_mul_kernel[grid](
-        gate_up_TI, out_TI, gate_up_TI.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4
+        *(gate_up_TI, out_TI, gate_up_TI.stride(0)),
+        WIDTH=width,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **dependent(),
     )
     return out_TI
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_TI, out_TI, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up_TI,
+    out_TI,
+    stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    wait_for_input(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

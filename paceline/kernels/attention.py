@@ -41,7 +41,8 @@ class AttentionBatch:
     # Fixed shapes (kernels/step_rows): rows have gaps between them, and some have no query.
     query_len_B: Tensor | None = None
     max_query_len: int = 0  # no row of this shape has more queries
-    work: AttentionWork | None = None  # see attention_triton.prepare
+    window: int | None = None  # positions that a query sees, its own included; None: all
+    work: AttentionWork | None = None  # made by the pass's first layer, on a GPU
     _rows: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:
@@ -62,37 +63,45 @@ class AttentionBatch:
 class _Row:
     start: int
     end: int
-    length: int
-    run_start: int  # first flat slot when the pages are physically consecutive, else -1
+    num_keys: int  # of positions that some query sees, the row's last ones
+    run_start: int  # their first flat slot when the pages are physically consecutive, else -1
     pages: Tensor
+    offset: int  # of the first key within the first page
     mask: Tensor | None
     is_folded: bool
     is_causal: bool
 
     @staticmethod
     def make(start: int, end: int, length: int, pages: Tensor, batch: AttentionBatch) -> _Row:
-        num_pages = -(-length // batch.page_size)
-        pages = pages[:num_pages]
+        num_queries, window = end - start, batch.window
+        # Behind the window of the first query there may be pages of others.
+        begin = 0 if window is None else max(length - num_queries + 1 - window, 0)
+        pages = pages[begin // batch.page_size : -(-length // batch.page_size)]
+        offset, num_pages = begin % batch.page_size, len(pages)
         first, last = int(pages[0]), int(pages[-1])
         consecutive = last - first == num_pages - 1 and (
             num_pages <= 2 or bool((pages[1:] - pages[:-1] == 1).all())
         )
-        num_queries = end - start
         is_folded = num_queries <= _FOLD_LIMIT
-        is_causal = not is_folded and num_queries == length
+        is_causal = not is_folded and num_queries == length - begin
+        is_causal = is_causal and (window is None or length <= window)
         mask = None
         if num_queries > 1 and not is_causal:
             position = torch.arange(length - num_queries, length).unsqueeze(1)
-            mask = torch.arange(length) <= position
+            key = torch.arange(begin, length)
+            mask = key <= position
+            if window is not None:
+                mask &= key > position - window
             mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).to(pages.device)
             if is_folded:
                 mask = mask.repeat_interleave(batch.group_size, dim=0)
         return _Row(
             start=start,
             end=end,
-            length=length,
-            run_start=first * batch.page_size if consecutive else -1,
+            num_keys=length - begin,
+            run_start=first * batch.page_size + offset if consecutive else -1,
             pages=pages,
+            offset=offset,
             mask=mask,
             is_folded=is_folded,
             is_causal=is_causal,
@@ -102,7 +111,8 @@ class _Row:
 def paged_attention(
     qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H].
+    """softmax(q k^T * scale) v for every row, causal inside the row, over no more than the batch's
+    window; returns [T, N * H].
 
     The N query heads lead each token's row of `qkv`; its keys and values are in the pages already.
     """
@@ -139,8 +149,8 @@ def paged_attention(
 def _sequence(cache_NSH: Tensor, row: _Row, batch: AttentionBatch) -> Tensor:
     """The row's keys or values, [1, N, length, H]: a view when its pages are consecutive."""
     if row.run_start >= 0:
-        return cache_NSH[:, row.run_start : row.run_start + row.length].unsqueeze(0)
+        return cache_NSH[:, row.run_start : row.run_start + row.num_keys].unsqueeze(0)
     num_kv_heads, _, head_size = cache_NSH.shape
     paged = cache_NSH.view(num_kv_heads, -1, batch.page_size, head_size)
     gathered = paged.index_select(1, row.pages).view(num_kv_heads, -1, head_size)
-    return gathered[:, : row.length].unsqueeze(0)
+    return gathered[:, row.offset : row.offset + row.num_keys].unsqueeze(0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.kernels import attention
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.numba_jit import c_function, jit
 from paceline.kernels.numba_simd import (
@@ -400,6 +401,8 @@ def paged_attention(
     qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
     """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H]."""
+    if batch.window is not None:
+        return attention.paged_attention(qkv_TD, key_NSH, value_NSH, batch, scale)
     num_kv, _, size = key_NSH.shape
     num_tokens, width = qkv_TD.shape
     out_TD = torch.empty(num_tokens, num_kv * batch.group_size * size)

@@ -64,6 +64,7 @@ def attend_tiles(
         PARTS=num_parts,
         ROWS=tiles.rows,
         BLOCK=tiles.block,
+        WINDOW=batch.window or 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -91,6 +92,7 @@ def _prefill_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     tile_at = tile_E4 + tl.program_id(1) * 4
     if tl.program_id(1) >= tl.load(count_2 + 1):
@@ -118,9 +120,15 @@ def _prefill_kernel(  # noqa: PLR0913
     result = tl.zeros((ROWS, PADDED), dtype=tl.float32)
     last_query = tl.minimum(num_queries - 1, (first_row + ROWS - 1) // GROUP)
     end = tl.minimum(first_position + last_query + 1, table_length)
-    # Blocks that every query sees whole, then those on the diagonal.
-    full_end = tl.minimum((first_position + first_row // GROUP + 1) // BLOCK * BLOCK, end)
-    for is_masked in tl.static_range(2):
+    first = first_position + first_row // GROUP
+    full_end = tl.minimum((first + 1) // BLOCK * BLOCK, end)
+    begin, full_begin, last = 0, 0, first_position + last_query
+    if WINDOW > 0:
+        begin = tl.maximum(first + 1 - WINDOW, 0) // BLOCK * BLOCK
+        full_begin = tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK) * BLOCK
+        full_begin = tl.minimum(full_begin, full_end)
+    # Blocks where the window begins, blocks that every query sees whole, those on the diagonal.
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         top, total, result = _walk(
             top,
             total,
@@ -130,14 +138,15 @@ def _prefill_kernel(  # noqa: PLR0913
             value,
             table,
             position,
-            full_end if is_masked else 0,
-            end if is_masked else full_end,
+            begin if part == 0 else (full_begin if part == 1 else full_end),
+            full_begin if part == 0 else (full_end if part == 1 else end),
             scale,
-            is_masked,
+            part != 1,
             HEAD,
             PADDED,
             PAGE,
             BLOCK,
+            WINDOW,
         )
     out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
     result /= total[:, None]
@@ -162,8 +171,10 @@ def _walk(  # noqa: PLR0913
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Blocks of KV into the running softmax. Position 0 is in the first, and everybody sees it."""
+    """Blocks of KV into the running softmax. Position 0 is in the first, and everybody sees it,
+    if there is no window."""
     column = tl.arange(0, PADDED)
     page = pages_at(table, begin + tl.arange(0, BLOCK), end, PAGE)
     for first in range(begin, end, BLOCK):
@@ -171,16 +182,25 @@ def _walk(  # noqa: PLR0913
         offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
         # One block ahead, so that no load of keys waits for a load of pages.
         page = pages_at(table, at + BLOCK, end, PAGE)
-        keys = _load_rows(key + offset, at < end, column < HEAD, IS_MASKED, HEAD, PADDED)
+        is_key = at < end
+        if WINDOW > 0:
+            is_key = is_key & (at > tl.min(position, 0) - WINDOW)
+        keys = _load_rows(key + offset, is_key, column < HEAD, IS_MASKED, HEAD, PADDED)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if IS_MASKED:
-            score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+            is_seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (at[None, :] > position[:, None] - WINDOW)
+            score = tl.where(is_seen, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - new_top[:, None])
-        keep = tl.exp2(top - new_top)
+        shift = new_top
+        if WINDOW > 0:
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet
+        weight = tl.exp2(score * scale - shift[:, None])
+        keep = tl.exp2(top - shift)
         total = total * keep + tl.sum(weight, 1)
         result *= keep[:, None]
-        values = _load_rows(value + offset, at < end, column < HEAD, IS_MASKED, HEAD, PADDED)
+        values = _load_rows(value + offset, is_key, column < HEAD, IS_MASKED, HEAD, PADDED)
         result = tl.dot(weight.to(values.dtype), values, result, input_precision="ieee")
         top = new_top
     return top, total, result

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
 from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, span_rows
+from paceline.kernels.triton_chain import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
 
@@ -33,7 +34,8 @@ def span_tiles(dtype: torch.dtype, padded_size: int) -> SpanTiles:
     """By the shared memory that keys and values of a few blocks take."""
     num_bytes = 2 * BLOCK * padded_size * dtype.itemsize
     if num_bytes > 2**15:
-        return SpanTiles(4, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
+        num_warps = 8 if dtype == torch.float32 else 4  # no tensor cores: many registers
+        return SpanTiles(num_warps, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
     return SpanTiles(4, num_stages=3, programs_per_sm=3)
 
 
@@ -68,8 +70,10 @@ def attend_spans(
         ROWS=rows,
         SIZE=BLOCK,
         STRETCH_SIZE=STRETCH,
+        WINDOW=batch.window or 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **dependent(),
     )
     _merge_kernel[(len(qkv_TD), num_kv_heads)](
         *(out_TD, sums, states, work.merge_T4, partial_rows),
@@ -81,6 +85,7 @@ def attend_spans(
         BLOCKS=STRETCH // BLOCK,
         FINE_SPANS=MOST_BLOCKS,
         num_warps=4,
+        **dependent(),
     )
 
 
@@ -116,7 +121,10 @@ def _span_kernel(  # noqa: PLR0913
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     STRETCH_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_input(IS_DEPENDENT)
     num_items = tl.load(count_2) * KV_HEADS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
@@ -151,6 +159,7 @@ def _span_kernel(  # noqa: PLR0913
             ROWS,
             SIZE,
             STRETCH_SIZE,
+            WINDOW,
         )
         if partial < 0:
             out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
@@ -209,6 +218,7 @@ def _walk(  # noqa: PLR0913
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     STRETCH_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Highest score, sum of weights and weighted values of a span, by query row.
 
@@ -216,31 +226,36 @@ def _walk(  # noqa: PLR0913
     """
     column = tl.arange(0, PADDED)
     top, total, result = _nothing(ROWS, PADDED)
+    run_top, run_total, run_result = _nothing(ROWS, PADDED)
     # Triton 3.6 takes a lower bound that an outer loop changes for a constant: begin at 0.
-    for passed in range(0, end - begin, STRETCH_SIZE):
-        stretch = begin + passed
-        run_top, run_total, run_result = _nothing(ROWS, PADDED)
-        for first in range(stretch, tl.minimum(stretch + STRETCH_SIZE, end), SIZE):
-            at = first + tl.arange(0, SIZE)
-            # What lies past the end may be NaN, which no weight of 0 takes away.
-            inside = (at < end)[:, None] & (column < HEAD)[None, :]
-            offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
-            # One block ahead, so that no load of keys waits for a load of pages.
-            page = pages_at(table, at + SIZE, end, PAGE)
-            keys = tl.load(key + offset, mask=inside, other=0.0)
-            score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-            is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
-            score = tl.where(is_seen, score * scale, float("-inf"))
-            block_top = tl.max(score, 1)
-            weight = tl.exp2(score - _base(block_top)[:, None])
-            block_total = tl.sum(weight, 1)
-            values = tl.load(value + offset, mask=inside, other=0.0)
-            block_result = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-            run_top, run_total, run_result = _merge(
-                run_top, run_total, run_result, block_top, block_total, block_result
-            )
-        top, total, result = _merge(top, total, result, run_top, run_total, run_result)
-    return top, total, result
+    for passed in range(0, end - begin, SIZE):
+        at = begin + passed + tl.arange(0, SIZE)
+        # What lies past the end, or behind the window, may be NaN: no weight of 0 takes it away.
+        is_key = at < end
+        if WINDOW > 0:
+            is_key = is_key & (at > tl.min(position, 0) - WINDOW)
+        inside = is_key[:, None] & (column < HEAD)[None, :]
+        offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
+        # One block ahead, so that no load of keys waits for a load of pages.
+        page = pages_at(table, at + SIZE, end, PAGE)
+        keys = tl.load(key + offset, mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
+        if WINDOW > 0:
+            is_seen = is_seen & (at[None, :] > position[:, None] - WINDOW)
+        score = tl.where(is_seen, score * scale, float("-inf"))
+        block_top = tl.max(score, 1)
+        weight = tl.exp2(score - _base(block_top)[:, None])
+        block_total = tl.sum(weight, 1)
+        values = tl.load(value + offset, mask=inside, other=0.0)
+        block_result = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        run_top, run_total, run_result = _merge(
+            run_top, run_total, run_result, block_top, block_total, block_result
+        )
+        if (passed + SIZE) % STRETCH_SIZE == 0:  # spans begin where stretches do, or are shorter
+            top, total, result = _merge(top, total, result, run_top, run_total, run_result)
+            run_top, run_total, run_result = _nothing(ROWS, PADDED)
+    return _merge(top, total, result, run_top, run_total, run_result)
 
 
 @triton.jit
@@ -280,8 +295,10 @@ def _merge_kernel(  # noqa: PLR0913
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     FINE_SPANS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Partial results of one entry and KV head into its output; zeros where nobody owns it."""
+    wait_for_input(IS_DEPENDENT)
     entry, head = tl.program_id(0), tl.program_id(1)
     merge_at = merge_T4 + entry * 4
     num_spans = tl.load(merge_at + 1)

@@ -15,10 +15,8 @@ from paceline.kernels.attention_work_triton import SHORT, TILE_ROWS, make_work
 
 
 def prepare(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
-    """Once per pass, before its first layer and after the lengths are known on the device.
-
-    Without it every layer does this for itself. A batch whose lengths change needs it again.
-    """
+    """What the first layer of a pass does for all others. A batch is one pass: its lengths, once
+    they are on the device, do not change."""
     batch.work = make_work(batch, num_entries, num_kv_heads)
 
 
@@ -30,9 +28,10 @@ def paged_attention(
     assert batch.group_size <= TILE_ROWS, f"groups of {batch.group_size}, at most {TILE_ROWS}"
     assert num_slots * head_size < 2**31, "the offset of a slot within its head has 32 bits"
     num_entries = len(qkv_TD)
+    if batch.work is None:
+        prepare(batch, num_entries, num_kv_heads)
+    assert batch.work is not None
     work = batch.work
-    if work is None:
-        work = make_work(batch, num_entries, num_kv_heads)
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
     attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
     if (batch.max_query_len or num_entries) > SHORT:

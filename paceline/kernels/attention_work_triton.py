@@ -34,17 +34,27 @@ def span_rows(group_size: int) -> int:
     return max(16, one, min(some, 32))
 
 
-def make_work(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> AttentionWork:
-    """Shapes come from the batch's shapes alone, contents from its lengths."""
+def make_work(
+    batch: AttentionBatch,
+    num_entries: int,
+    num_kv_heads: int,
+    *,
+    block: int = BLOCK,
+    rows: int | None = None,
+) -> AttentionWork:
+    """Shapes come from the batch's shapes alone, contents from its lengths.
+
+    `block` is the smallest span, `rows` those of a span's query tile.
+    """
     num_rows, num_pages = len(batch.slot_B), batch.table_SP.shape[1]
     row_start_B, query_len_B = batch.row_start_B, batch.query_len_B
     if query_len_B is None:
         query_len_B = row_start_B[1:] - row_start_B[:-1]
     longest = batch.max_query_len or num_entries
-    span_queries = span_rows(batch.group_size) // batch.group_size
+    span_queries = (rows or span_rows(batch.group_size)) // batch.group_size
     tile_queries = TILE_ROWS // batch.group_size
     num_short_tiles = num_rows * triton.cdiv(min(longest, SHORT), span_queries)
-    num_blocks = num_short_tiles * triton.cdiv(num_pages * batch.page_size, BLOCK)
+    num_blocks = num_short_tiles * triton.cdiv(num_pages * batch.page_size, block)
     num_long = 0 if longest <= SHORT else min(num_rows, num_entries // (SHORT + 1))
     num_tiles = num_entries // tile_queries + num_long if num_long else 1
     num_partials = min(num_blocks, MOST_PARTIALS)
@@ -66,7 +76,7 @@ def make_work(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> Att
         LONGEST_SHORT=SHORT,
         SPAN_QUERIES=span_queries,
         TILE_QUERIES=tile_queries,
-        FINE=BLOCK,
+        FINE=block,
         COARSE=STRETCH,
         MOST_FINE=MOST_BLOCKS,
         MOST_UNCUT=MOST_UNCUT_STRETCHES,
@@ -74,6 +84,7 @@ def make_work(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> Att
         PARTIALS=MOST_PARTIALS,
         GROUP=batch.group_size,
         ENTRIES=ENTRIES_AT_ONCE,
+        WINDOW=batch.window or 0,
         num_warps=4,
     )
     return work
@@ -106,6 +117,7 @@ def _work_kernel(  # noqa: PLR0913
     PARTIALS: tl.constexpr,
     GROUP: tl.constexpr,
     ENTRIES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program per row, and some for the entries that no row owns."""
     row = tl.program_id(0)
@@ -132,6 +144,7 @@ def _work_kernel(  # noqa: PLR0913
             MOST_FINE,
             MOST_UNCUT,
             PARTIALS,
+            WINDOW,
         )
         if turn == 0:
             is_fine = num_items <= LITTLE_WORK
@@ -142,7 +155,8 @@ def _work_kernel(  # noqa: PLR0913
     query_len = tl.load(query_len_B + row).to(tl.int32)
     length = tl.load(length_B + row).to(tl.int32)
     slot = tl.load(slot_B + row).to(tl.int32)
-    seen = tl.minimum(length, table_length)
+    base = _first_seen(length, query_len, COARSE, WINDOW)
+    seen = tl.minimum(length, table_length) - base
     is_fine = is_fine & (seen <= FINE * MOST_FINE)
     if query_len > LONGEST_SHORT:
         _write_tiles(tile_E4, my_tile, start, query_len, length, slot, TILE_QUERIES)
@@ -157,15 +171,30 @@ def _work_kernel(  # noqa: PLR0913
             slot,
             my_spans,
             tl.where(is_fine, FINE, COARSE),
+            base,
             table_length,
             SPAN_QUERIES,
         )
+    merge_at = merge_T4 + start * 4
+    _write_merges(merge_at, query_len, my_partial, my_spans, is_fine, SPAN_QUERIES, GROUP)
+
+
+@triton.jit
+def _write_merges(
+    merge_T4,
+    query_len,
+    first_partial,
+    num_spans,
+    is_fine,
+    SPAN_QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     for first in range(0, query_len, 64):
         query = first + tl.arange(0, 64)
-        merge_at = merge_T4 + (start + query) * 4
+        merge_at = merge_T4 + query * 4
         inside = query < query_len
-        tl.store(merge_at, my_partial + query // SPAN_QUERIES * my_spans, mask=inside)
-        tl.store(merge_at + 1, tl.where(my_spans > 1, my_spans, 0 * query), mask=inside)
+        tl.store(merge_at, first_partial + query // SPAN_QUERIES * num_spans, mask=inside)
+        tl.store(merge_at + 1, tl.where(num_spans > 1, num_spans, 0 * query), mask=inside)
         tl.store(merge_at + 2, tl.where(is_fine, 1, 0 * query), mask=inside)
         tl.store(merge_at + 3, query % SPAN_QUERIES * GROUP, mask=inside)
 
@@ -191,6 +220,7 @@ def _mark_dead(
         owners += tl.sum(((offset >= 0) & (offset < query_len[None, :])).to(tl.int32), axis=1)
     is_dead = (entry < num_entries) & (owners == 0)
     tl.store(merge_T4 + entry * 4 + 1, tl.full((ENTRIES,), -1, dtype=tl.int32), mask=is_dead)
+    tl.store(merge_T4 + entry * 4 + 2, tl.zeros((ENTRIES,), dtype=tl.int32), mask=is_dead)
 
 
 @triton.jit
@@ -209,6 +239,7 @@ def _place_row(  # noqa: PLR0913
     MOST_FINE: tl.constexpr,
     MOST_UNCUT: tl.constexpr,
     PARTIALS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """How long the lists are; a row's spans, first item, first partial result and first tile.
 
@@ -220,7 +251,7 @@ def _place_row(  # noqa: PLR0913
         row = first + tl.arange(0, 256)
         query_len = tl.load(query_len_B + row, mask=row < num_rows, other=0).to(tl.int32)
         length = tl.load(length_B + row, mask=row < num_rows, other=0).to(tl.int32)
-        seen = tl.minimum(length, table_length)
+        seen = tl.minimum(length, table_length) - _first_seen(length, query_len, COARSE, WINDOW)
         blocks, stretches = tl.cdiv(seen, FINE), tl.cdiv(seen, COARSE)
         fine_spans = tl.where(blocks <= MOST_FINE, blocks, stretches)
         coarse_spans = tl.where(stretches <= MOST_UNCUT, 1, stretches)
@@ -254,6 +285,18 @@ def _place_row(  # noqa: PLR0913
 
 
 @triton.jit
+def _first_seen(length, query_len, COARSE: tl.constexpr, WINDOW: tl.constexpr):
+    """Where a row's spans begin: with the stretch that holds the first key of its first query.
+
+    Stretches lie where they would without a window, so that they are merged in the same way.
+    """
+    if WINDOW == 0:
+        return 0 * length
+    else:
+        return tl.maximum(length - query_len + 1 - WINDOW, 0) // COARSE * COARSE
+
+
+@triton.jit
 def _write_tiles(tile_E4, first_tile, start, query_len, length, slot, TILE_QUERIES: tl.constexpr):
     """The tiles with the longest way through KV come first: the short ones fill up the end."""
     num_tiles = tl.cdiv(query_len, TILE_QUERIES)
@@ -279,6 +322,7 @@ def _write_spans(  # noqa: PLR0913
     slot,
     num_spans,
     span,
+    base,
     table_length,
     SPAN_QUERIES: tl.constexpr,
 ):
@@ -288,7 +332,7 @@ def _write_spans(  # noqa: PLR0913
         query = index // num_spans * SPAN_QUERIES
         num_queries = tl.minimum(query_len - query, SPAN_QUERIES)
         position = length - query_len + query
-        begin = index % num_spans * span
+        begin = base + index % num_spans * span
         end = tl.minimum(position + num_queries, table_length)
         end = tl.where(num_spans > 1, tl.minimum(begin + span, end), end)
         inside = index < num_items

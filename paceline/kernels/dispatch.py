@@ -14,10 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels import activation, attention, matmul, norm, rope
+from paceline.kernels import activation, attention, experts, matmul, mla, norm, rope, routing
 from paceline.kernels.attention import AttentionBatch
+from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.matmul import PanelWeight
+from paceline.kernels.mla import LatentNorm
 from paceline.kernels.rope import HeadNorms
+from paceline.kernels.routing import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,41 @@ def _triton_kernels() -> Kernels:
         rope_triton.place_heads,
         attention_triton.paged_attention,
     )
+
+
+class LatentKernels(NamedTuple):
+    """What latent attention is made of, beside its linears. Norms take rows with gaps."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    place_latent: Callable[[Tensor, Tensor, Tensor, LatentNorm, Tensor, Tensor, Tensor], None]
+    mla_attention: Callable[[Tensor, Tensor, AttentionBatch, float, int], Tensor]
+
+
+def pick_latent_kernels(device: torch.device) -> LatentKernels:
+    if device.type != "cuda":
+        return LatentKernels(norm.rms_norm, mla.place_latent, mla.mla_attention)
+    from paceline.kernels import mla_triton, norm_triton
+
+    return LatentKernels(norm_triton.rms_norm, mla_triton.place_latent, mla_triton.mla_attention)
+
+
+Route = Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
+ApplyExperts = Callable[[Tensor, Tensor, Tensor, ExpertWeights, Tensor | None], Tensor]
+
+
+class MoeKernels(NamedTuple):
+    """What a block of experts is made of, beside its linears."""
+
+    route: Route
+    apply_experts: ApplyExperts
+
+
+def pick_moe_kernels(device: torch.device) -> MoeKernels:
+    if device.type != "cuda":
+        return MoeKernels(routing.route, experts.apply_experts)
+    from paceline.kernels import experts_triton, routing_triton
+
+    return MoeKernels(routing_triton.route, experts_triton.apply_experts)
 
 
 def pick_matmul() -> Callable[[Tensor, PanelWeight], Tensor]:

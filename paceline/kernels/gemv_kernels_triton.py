@@ -152,7 +152,7 @@ def _load_left(w_ptr, row_N8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
     tiles = ()
     for i in tl.static_range(cut.BLOCK_N // 8):
         tile = _eight_rows(w_ptr, row_N8[i], begin_S, chunk, cut, IS_EVEN)
-        tiles = tiles + (tile,)  # noqa: RUF005
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
 
@@ -166,7 +166,7 @@ def _load_right(x_ptr, first_row, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr)
         mask = row < T
         if not IS_EVEN:
             mask = mask & (k < cut.K)
-        tiles = tiles + (tl.load(x_ptr + row * cut.K + k, mask=mask, other=0.0),)  # noqa: RUF005
+        tiles = tiles + (tl.load(x_ptr + row * cut.K + k, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
 
@@ -188,12 +188,13 @@ def _add_chunk(sums, tiles_w, tiles_x, cut):
 def _beside(one, other, IS_N: tl.constexpr):
     """Two tiles [WARPS, N, T] as one that has twice as many outputs, or else rows."""
     both = tl.join(one, other)
+    warps: tl.constexpr = one.shape[0]
+    n: tl.constexpr = one.shape[1]
+    t: tl.constexpr = one.shape[2]
     if IS_N:
-        shape: tl.constexpr = (one.shape[0], 2 * one.shape[1], one.shape[2])
-        out = tl.reshape(tl.permute(both, (0, 3, 1, 2)), shape)
+        out = tl.reshape(tl.permute(both, (0, 3, 1, 2)), (warps, 2 * n, t))
     else:
-        shape: tl.constexpr = (one.shape[0], one.shape[1], 2 * one.shape[2])
-        out = tl.reshape(tl.permute(both, (0, 1, 3, 2)), shape)
+        out = tl.reshape(tl.permute(both, (0, 1, 3, 2)), (warps, n, 2 * t))
     return out
 
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels import logprobs
-from paceline.kernels.chunks_triton import NUM_WARPS, Split, is_last, tickets
 from paceline.kernels.logprobs import LogprobResults
 from paceline.kernels.rows import Asking, WindowRows
+from paceline.kernels.sampling_chunks_triton import NUM_WARPS, Split, is_last, tickets
 
 _LOWEST = tl.constexpr(logprobs._LOWEST)
 
@@ -31,6 +31,8 @@ def write_logprobs(
     num_rows, vocab_size = logits_NV.shape
     split = Split.of(vocab_size)
     ids, values, rank, turn_1 = results
+    assert ids.stride() == values.stride()
+    assert rank.stride(2) == 1
     most = min(ids.shape[3] - 1, vocab_size)
     top = triton.next_power_of_2(max(most, 1))
 
@@ -44,7 +46,7 @@ def write_logprobs(
         *(rows.slot_B, rows.width_B, rows.width, *asking, num_top_S, most),
         *(tickets(logits_NV.device), parts(4), parts(dtype=torch.int32)),
         *(parts(top), parts(top, dtype=torch.int32)),
-        *(ids, ids.stride(0), ids.stride(2), values, rank, rank.stride(0), turn_1, len(ids)),
+        *(ids, *ids.stride()[:3], values, rank, *rank.stride()[:2], turn_1, len(ids)),
         CHUNK=split.chunk,
         NUM_CHUNKS=split.num_chunks,
         PARTS=split.parts,
@@ -53,7 +55,12 @@ def write_logprobs(
     )
 
 
-@triton.jit(do_not_specialize=["width", "ids_stride_E", "rank_stride_E"])
+@triton.jit(
+    do_not_specialize=[
+        *("width", "ids_stride_E", "ids_stride_B", "ids_stride_W"),
+        *("rank_stride_E", "rank_stride_B"),
+    ]
+)
 def _logprob_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
@@ -73,10 +80,12 @@ def _logprob_kernel(  # noqa: PLR0913
     top_id_NCM,
     ids_EBWT,
     ids_stride_E,
+    ids_stride_B,
     ids_stride_W,
     values_EBWT,
     rank_EBW,
     rank_stride_E,
+    rank_stride_B,
     turn_1,
     num_entries,
     CHUNK: tl.constexpr,
@@ -115,8 +124,9 @@ def _logprob_kernel(  # noqa: PLR0913
         # With a single chunk nobody waited for this program's own stores.
         tl.debug_barrier()
         entry = (tl.load(turn_1) % num_entries).to(tl.int64)
-        ids_T = ids_EBWT + entry * ids_stride_E + row.to(tl.int64) * ids_stride_W
-        values_T = values_EBWT + entry * ids_stride_E + row.to(tl.int64) * ids_stride_W
+        batch_row, j = row // width, row % width
+        place_T = entry * ids_stride_E + batch_row * ids_stride_B + j * ids_stride_W
+        ids_T, values_T = ids_EBWT + place_T, values_EBWT + place_T
         is_part = tl.arange(0, PARTS) < NUM_CHUNKS
         parts = row * NUM_CHUNKS + tl.arange(0, PARTS)
         raw = tl.load(part_NC4 + parts * 4, is_part, float("-inf"), cache_modifier=".cg")
@@ -129,22 +139,27 @@ def _logprob_kernel(  # noqa: PLR0913
         log_total = best + tl.log(tl.sum(total * tl.exp(bests - best), 0))
         tl.store(ids_T, token)
         tl.store(values_T, _logprob(own, log_total, is_usable))
-        tl.store(rank_EBW + entry * rank_stride_E + row, 1 + tl.sum(rank, 0))
+        rank_W = rank_EBW + entry * rank_stride_E + batch_row * rank_stride_B
+        tl.store(rank_W + j, 1 + tl.sum(rank, 0))
 
         spot = tl.arange(0, PARTS * TOP)
         is_spot = (spot // TOP < NUM_CHUNKS) & (spot % TOP < num_top)
         spots = row * NUM_CHUNKS * TOP + spot
         values = tl.load(top_value_NCM + spots, is_spot, float("-inf"), cache_modifier=".cg")
         ids = tl.load(top_id_NCM + spots, is_spot, 0, cache_modifier=".cg")
-        i = 0
-        while i < num_top:
-            found, where = tl.max(
-                values, 0, return_indices=True, return_indices_tie_break_left=True
-            )
-            tl.store(ids_T + 1 + i, tl.sum(tl.where(spot == where, ids, 0), 0))
-            tl.store(values_T + 1 + i, _logprob(found, log_total, is_usable))
-            values = tl.where(spot == where, float("-inf"), values)
-            i += 1
+        _write_top(ids_T + 1, values_T + 1, ids, values, spot, num_top, log_total, is_usable)
+
+
+@triton.jit
+def _write_top(ids_T, values_T, ids, values, spot, num_top, log_total, is_usable):
+    """The best of all chunks in order, ties to the lowest id."""
+    i = 0
+    while i < num_top:
+        found, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(ids_T + i, tl.sum(tl.where(spot == where, ids, 0), 0))
+        tl.store(values_T + i, _logprob(found, log_total, is_usable))
+        values = tl.where(spot == where, float("-inf"), values)
+        i += 1
 
 
 @triton.jit

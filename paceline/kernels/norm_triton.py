@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.triton_chain import dependent, wait_for_input
+
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
@@ -36,6 +38,7 @@ def _launch(
         BLOCK=block,
         HAS_DELTA=has_delta,
         num_warps=min(max(block // 256, 1), 16),
+        **dependent(),
     )
 
 
@@ -51,12 +54,14 @@ def _norm_kernel(  # noqa: PLR0913
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     # The weight does not wait for the row.
     weight = tl.load(weight_D + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_input(IS_DEPENDENT)
     x_at = x_TD + row * x_stride + column
     x = tl.load(x_at, mask=inside, other=0.0)
     if HAS_DELTA:

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.kernels.masks_triton import forbid
 from paceline.kernels.penalties import Penalties
 from paceline.kernels.rows import Asking, WindowRows
+from paceline.kernels.sampling_chunks_triton import kept_tensor
 
 MOST_TABLES = 64
 _BLOCK = 2048
@@ -32,7 +33,7 @@ _COUNT = tl.constexpr((1 << 29) - 1)
 @cache
 def tables(device: torch.device, vocab_size: int) -> Tensor:
     """int32 [P, V], zero between kernels: once for each device and vocabulary."""
-    return torch.zeros(MOST_TABLES, vocab_size, dtype=torch.int32, device=device)
+    return kept_tensor(0, MOST_TABLES, vocab_size, device=device)
 
 
 def apply_penalties_by_slot(

@@ -60,10 +60,13 @@ def write_kv(
 
     The cache is head-major, [N, P * page_size, H]: the run of a sequence is one slice per head.
     """
+    write_rows(key_NSH, new_key_TNH, slot_T)
+    write_rows(value_NSH, new_value_TNH, slot_T)
+
+
+def write_rows(cache_NSH: Tensor, new_TNH: Tensor, slot_T: Tensor) -> None:
     # torch reads -1 as the last row, so the mask comes before the index.
     keep = slot_T >= 0
     if not bool(keep.all()):
-        slot_T, new_key_TNH, new_value_TNH = slot_T[keep], new_key_TNH[keep], new_value_TNH[keep]
-    slot_T = slot_T.to(torch.int64)
-    key_NSH.index_copy_(1, slot_T, new_key_TNH.transpose(0, 1))
-    value_NSH.index_copy_(1, slot_T, new_value_TNH.transpose(0, 1))
+        slot_T, new_TNH = slot_T[keep], new_TNH[keep]
+    cache_NSH.index_copy_(1, slot_T.to(torch.int64), new_TNH.transpose(0, 1))

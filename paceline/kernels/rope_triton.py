@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.rope import HeadNorms
+from paceline.kernels.triton_chain import dependent, wait_for_input
 
 # Numbers that a program takes: 16 bytes per thread of four warps in a two-byte type.
 BLOCK = 1024
@@ -41,6 +42,7 @@ def place_heads(
         PADDED=padded_size,
         HAS_NORMS=norms is not None,
         num_warps=4,
+        **dependent(),
     )
 
 
@@ -63,12 +65,14 @@ def _place_heads_kernel(  # noqa: PLR0913
     HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, PADDED)
     in_head = column < HEAD
     inside = (head < NUM_Q + 2 * NUM_KV) & in_head[None, :]
+    wait_for_input(IS_DEPENDENT)
     slot = tl.load(slot_T + token).to(tl.int64)
     turn = tl.load(rotation_TH2 + token * rotation_stride + column, mask=in_head, other=0.0)
     x_at = qkv_TD + token * qkv_stride + head * HEAD + column[None, :]

@@ -1,6 +1,6 @@
 """Triton twins of kernels/sampling at fixed shapes: argmax, draws, and drafts with their q.
 
-One row is spread over programs by its vocabulary alone; `thresholds_triton` finds where a row is
+One row is spread over programs by its vocabulary alone; `sampling_thresholds_triton` finds its
 cut. Any float type is read as it is. Shape letters: B rows, N logits rows, C chunks of a row, S
 slots, K drafts, V vocabulary.
 """
@@ -14,21 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.chunks_triton import (
+from paceline.kernels.rng_triton import DRAFT, SAMPLE, stream_key
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.sampling_chunks_triton import (
     MOST_ROWS,
     NUM_WARPS,
     Split,
     best_part,
     is_last,
+    kept_tensor,
     sharpness,
     tickets,
 )
-from paceline.kernels.race_triton import race
-from paceline.kernels.rng_triton import DRAFT, SAMPLE, stream_key
-from paceline.kernels.rows import WindowRows
-from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.search_triton import finish_cuts
-from paceline.kernels.thresholds_triton import SETTLED, UNSURE, Cuts, begin_cuts
+from paceline.kernels.sampling_race_triton import race
+from paceline.kernels.sampling_search_triton import finish_cuts
+from paceline.kernels.sampling_thresholds_triton import SETTLED, UNSURE, Cuts, begin_cuts
 
 
 def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def draft(
 
 @cache
 def _ones(device: torch.device) -> Tensor:
-    return torch.ones(MOST_ROWS, dtype=torch.int32, device=device)
+    return kept_tensor(1, MOST_ROWS, device=device)
 
 
 def _draw(
@@ -196,7 +197,9 @@ def _draw_kernel(  # noqa: PLR0913
         position = tl.load(length_B + row // width) + row % width
         seed = seed_S2 + slot * seed_stride
         key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DOMAIN)
-        score, token = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
+        score, token = race(
+            logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
+        )
     if NUM_CHUNKS > 1:
         tl.store(part_value_NC + row * NUM_CHUNKS + chunk, score)
         tl.store(part_index_NC + row * NUM_CHUNKS + chunk, token)

@@ -29,6 +29,7 @@ class Shape:
     width: int = 0  # entries of each row, where all have the same; else rows are packed
     gap: int = 0  # unowned entries behind every row
     spare_pages: int = 3  # columns of the page table that nobody needs
+    window: int | None = None  # what lies behind it may be anybody's
 
     @property
     def num_entries(self) -> int:
@@ -44,7 +45,7 @@ class _Named:
 
 
 def cases() -> Iterator[TritonCase]:
-    for named in (*_decode_shapes(), *_mixed_shapes(), *_large_shapes()):
+    for named in (*_decode_shapes(), *_mixed_shapes(), *_windows(), *_large_shapes()):
         yield TritonCase(
             kernel="paged_attention",
             name=named.name,
@@ -65,22 +66,39 @@ def _decode_shapes() -> Iterator[_Named]:
     yield _Named("no group", Shape([(1, 40), (1, 5)], (2, 2), 80, width=1))
     yield _Named("group of 8", Shape([(3, 70), (1, 20), (5, 300)], (8, 1), 128, width=5))
     windows = [(4, 4), (2, 33), DEAD, (1, 259), (4, 258)]
-    yield _Named("verify", Shape(windows, (9, 3), 64, width=4, gap=1))
-    yield _Named("verify, tiny heads", Shape(windows, (4, 2), 8, page_size=4, width=4))
-    yield _Named("wide windows", Shape([(8, 8), (7, 300), (16, 40)], (8, 2), 12, width=16))
-    yield _Named("odd pages", Shape([(2, 50), (1, 300)], (4, 4), 12, page_size=7, width=2))
+    few = (torch.float32, torch.bfloat16)  # the interpreter takes its time
+    yield _Named("verify", Shape(windows, (3, 1), 64, width=4, gap=1))
+    yield _Named("verify, tiny heads", Shape(windows, (4, 2), 8, page_size=4, width=4), few)
+    yield _Named("wide windows", Shape([(8, 8), (7, 300), (16, 40)], (4, 1), 12, width=16), few)
+    yield _Named("very long decode", Shape([(1, 2500)], (2, 1), 32, width=1), few)
+    yield _Named("odd pages", Shape([(2, 50), (1, 300)], (2, 2), 12, page_size=7, width=2))
     full = Shape([(2, 64), (1, 63)], (2, 1), 16, width=2, spare_pages=0)
     yield _Named("a full page table", full)
 
 
 def _mixed_shapes() -> Iterator[_Named]:
     rows = [(40, 40), (1, 70), DEAD, (3, 300), (20, 90)]
-    yield _Named("mixed", Shape(rows, (4, 2), 16, gap=2))
-    yield _Named("mixed, group of 3", Shape(rows, (9, 3), 64))
+    few = (torch.float32, torch.bfloat16)
+    yield _Named("mixed", Shape(rows, (4, 2), 16, gap=2), few)
+    yield _Named("mixed, group of 3", Shape(rows, (3, 1), 64), few)
     yield _Named("mixed, odd heads", Shape([(1, 9), (50, 60)], (4, 4), 12, page_size=4, gap=1))
     yield _Named("mixed, group of 8", Shape([(17, 17), (33, 100)], (8, 1), 80))
-    yield _Named("prompt", Shape([(150, 150)], (4, 1), 128))
+    yield _Named("prompt", Shape([(100, 100)], (4, 1), 128), few)
     yield _Named("chunk with history", Shape([(64, 290), (16, 16)], (4, 1), 64, page_size=4))
+
+
+def _windows() -> Iterator[_Named]:
+    few = (torch.float32, torch.bfloat16)
+    decode = [(1, 1), (1, 24), (1, 25), (1, 90), DEAD, (1, 700)]
+    yield _Named("window, decode", Shape(decode, (4, 1), 16, width=1, window=24))
+    verify = [(4, 4), (2, 33), DEAD, (1, 259), (4, 600), (4, 301)]
+    yield _Named("window, verify", Shape(verify, (4, 2), 8, 4, width=4, gap=1, window=45), few)
+    yield _Named("window of one", Shape(verify, (2, 1), 16, width=4, window=1), few)
+    long = [(1, 900), (2, 513), (1, 100)]
+    yield _Named("window of stretches", Shape(long, (2, 1), 16, width=2, window=300), few)
+    rows = [(40, 40), (1, 70), DEAD, (3, 300), (20, 90), (64, 300)]
+    yield _Named("window, mixed", Shape(rows, (4, 2), 16, gap=2, window=24), few)
+    yield _Named("window, prompt", Shape([(100, 100)], (4, 1), 128, window=70), few)
 
 
 def _large_shapes() -> Iterator[_Named]:
@@ -94,6 +112,8 @@ def _large_shapes() -> Iterator[_Named]:
         yield _Named(f"{name} mixed", Shape(rows, heads, size, gap=1), halves, True)
         yield _Named(f"{name} prompt", Shape([(2048, 2048)], heads, size), halves, True)
     yield _Named("wide heads", Shape([(4, 999), (600, 700)], (16, 4), 256), FLOATS, True)
+    window = Shape([(1, 3999), (4, 900), (300, 3000)], (32, 8), 128, window=512)
+    yield _Named("large window", window, halves, True)
     yield _Named("big group", Shape([(4, 999), (600, 700)], (64, 2), 96), halves, True)
 
 
@@ -135,6 +155,7 @@ def attention_batch(shape: Shape, table_SP: Tensor, device: torch.device) -> Att
         page_size=shape.page_size,
         group_size=shape.heads[0] // shape.heads[1],
         max_query_len=shape.width or shape.num_entries,
+        window=shape.window,
     )
 
 
@@ -151,10 +172,11 @@ def _table(shape: Shape, num_pages: list[int], generator: torch.Generator) -> tu
     table_SP = torch.full((len(shape.rows) + 2, columns), -1, dtype=torch.int32)
     readable_S = torch.zeros((sum(num_pages) + 1) * shape.page_size, dtype=torch.bool)
     slots = _slots(shape).tolist()
-    for slot, count, (_, length) in zip(slots, num_pages, shape.rows, strict=True):
+    for slot, count, (queries, length) in zip(slots, num_pages, shape.rows, strict=True):
         order, table_SP[slot, :count] = order[count:], order[:count]
         flat = table_SP[slot, :count, None].long() * shape.page_size
-        readable_S[(flat + torch.arange(shape.page_size)).flatten()[:length]] = True
+        begin = 0 if shape.window is None else max(length - queries + 1 - shape.window, 0)
+        readable_S[(flat + torch.arange(shape.page_size)).flatten()[begin:length]] = True
     return readable_S, table_SP
 
 

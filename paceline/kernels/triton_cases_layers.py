@@ -90,17 +90,17 @@ def heads_arguments(tokens: int, heads: tuple[int, int], size: int, has_norms: b
 
     def make(device: torch.device, dtype: torch.dtype) -> Arguments:
         num_q, num_kv = heads
-        like = {"device": device, "dtype": dtype}
-        norms = HeadNorms(numbers(size, seed=1, **like), numbers(size, seed=2, **like), 1e-6)
+        like = torch.empty(0, device=device, dtype=dtype)
+        query_H, key_H = (numbers(size, seed=s, device=device, dtype=dtype) for s in (1, 2))
         angle = numbers(tokens, size // 2, seed=3, device=device, dtype=torch.float32)
         slot_T = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(4))[:tokens]
         slot_T[2::3] = -1
         return (
-            numbers(tokens, (num_q + 2 * num_kv) * size, seed=5, **like),
+            numbers(tokens, (num_q + 2 * num_kv) * size, seed=5, device=device, dtype=dtype),
             torch.complex(angle.cos(), angle.sin()),
-            norms if has_norms else None,
-            torch.zeros(num_kv, 2 * tokens, size, **like),
-            torch.zeros(num_kv, 2 * tokens, size, **like),
+            HeadNorms(query_H, key_H, 1e-6) if has_norms else None,
+            like.new_zeros(num_kv, 2 * tokens, size),
+            like.new_zeros(num_kv, 2 * tokens, size),
             slot_T.to(torch.int32).to(device),
         )
 

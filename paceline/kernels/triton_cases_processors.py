@@ -178,14 +178,16 @@ def _logprob_cases() -> Iterator[TritonCase]:
             logits_NV, rows = scene.logits(dtype), scene.rows()
             size = (len(logits_NV),)
             token_N = torch.randint(0, scene.vocab, size, generator=scene.generator()).int()
-            shape = (3, scene.batch, scene.k + 1, 6)
-            results = LogprobResults(
-                torch.full(shape, -7, dtype=torch.int32),
-                torch.full(shape, -7.0),
-                torch.full(shape[:3], -7, dtype=torch.int32),
-                torch.tensor([4], dtype=torch.int32),
-            )
+            # The part of a ring for more and wider rows that a step of this shape writes.
+            shape = (3, scene.batch + 2, scene.k + 3, 6)
             num_top_S = torch.arange(scene.num_slots, dtype=torch.int32) % 6
+            rings = (
+                torch.full(shape, -7, dtype=torch.int32, device=device),
+                torch.full(shape, -7.0, device=device),
+                torch.full(shape[:3], -7, dtype=torch.int32, device=device),
+            )
+            ids, values, rank = (ring[:, : scene.batch, : scene.k + 1] for ring in rings)
+            results = LogprobResults(ids, values, rank, torch.tensor([4], dtype=torch.int32))
             return on(device, logits_NV, token_N, rows, scene.asking(), num_top_S, results)
 
         def outputs(arguments: Arguments, _: Any) -> list[Tensor]:

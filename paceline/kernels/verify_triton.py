@@ -2,7 +2,7 @@
 
 Every program of a row tosses the same coin; only those of a rejected row look at the residual, in
 registers. There is no distribution in memory beside q itself: what a row costs is in
-`thresholds_triton.Cuts` and 8 bytes per chunk here.
+`sampling_thresholds_triton.Cuts` and 8 bytes per chunk here.
 
 Shape letters: B rows, N logits rows, C chunks of a row, S slots, K drafts, V vocabulary.
 """
@@ -14,15 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.chunks_triton import (
-    NUM_WARPS,
-    Split,
-    best_part,
-    is_last,
-    sharpness,
-    tickets,
-)
-from paceline.kernels.race_triton import race
 from paceline.kernels.rng_triton import (
     ACCEPT,
     RESAMPLE,
@@ -33,8 +24,17 @@ from paceline.kernels.rng_triton import (
 )
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.search_triton import finish_cuts
-from paceline.kernels.thresholds_triton import SETTLED, begin_cuts
+from paceline.kernels.sampling_chunks_triton import (
+    NUM_WARPS,
+    Split,
+    best_part,
+    is_last,
+    sharpness,
+    tickets,
+)
+from paceline.kernels.sampling_race_triton import race
+from paceline.kernels.sampling_search_triton import finish_cuts
+from paceline.kernels.sampling_thresholds_triton import SETTLED, begin_cuts
 from paceline.kernels.verify import SampledDrafts, Verdicts
 
 
@@ -101,39 +101,38 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
     batch_row, j = row // width, row % width
-    used = tl.load(width_B + batch_row)
     draft = tl.load(draft_BK + batch_row * draft_stride + j, j + 1 < width, -1)
     if tl.load(state_N + row) == SETTLED:
         if chunk == 0:
-            is_right = (draft >= 0) & (j < used) & (tl.load(token_N + row) == draft)
+            is_used = j < tl.load(width_B + batch_row)
+            is_right = (draft >= 0) & is_used & (tl.load(token_N + row) == draft)
             tl.store(ok_N + row, is_right.to(tl.int8))
         return
     slot = tl.load(slot_B + batch_row)
     temperature = tl.load(temperature_S + slot)
     threshold, mass = tl.load(threshold_N + row), tl.load(mass_N + row)
     best, sharp = tl.load(best_N + row), sharpness(temperature)
-    seed = seed_S2 + slot * seed_stride
-    seed_low, seed_high = tl.load(seed), tl.load(seed + 1)
+    seed_low = tl.load(seed_S2 + slot * seed_stride)
+    seed_high = tl.load(seed_S2 + slot * seed_stride + 1)
     position = tl.load(length_B + batch_row) + j
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     prob_V = prob_SKV + slot.to(tl.int64) * prob_stride_S + j * prob_stride_K.to(tl.int64)
 
     is_sampled = (draft >= 0) & (tl.load(onehot_S + slot) == 0)
     if is_sampled:
-        is_known = draft < vocab_size
-        logit = tl.load(logits_V + draft, is_known, float("-inf")).to(tl.float32)
-        p = _prob(logit, threshold, best, sharp, mass)
+        logit = tl.load(logits_V + draft, draft < vocab_size, float("-inf")).to(tl.float32)
         q = tl.load(prob_V + draft, draft < draft_vocab_size, 0.0)
-        if uniform(seed_low, seed_high, position, ACCEPT) * q < p:
+        coin = uniform(seed_low, seed_high, position, ACCEPT)
+        if coin * q < _prob(logit, threshold, best, sharp, mass):
             if chunk == 0:
                 tl.store(token_N + row, draft)
                 tl.store(ok_N + row, 1)
             return
 
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    start = chunk * CHUNK
+    place = start + tl.arange(0, CHUNK)
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    score, token = float("-inf"), chunk * CHUNK
-    spare_score, spare_token = float("-inf"), chunk * CHUNK
+    score, token, spare_score, spare_token = float("-inf"), start, float("-inf"), start
     if tl.max(logit, 0) >= threshold:
         domain = tl.where(is_sampled, RESAMPLE, SAMPLE)
         key_1, key_2 = stream_key(seed_low, seed_high, position, domain)
@@ -141,24 +140,16 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
             noise = tl.log(exponential(key_1, key_2, place))
             prob = _prob(logit, threshold, best, sharp, mass)
             left = prob - tl.load(prob_V + place, place < draft_vocab_size, 0.0)
+            score, token = _first_to_arrive(left, noise, start)
             # Rounding may reject a draft although p = q everywhere: then p itself is drawn from.
-            scores = tl.where(prob > 0, tl.log(tl.maximum(prob, 1e-37)) - noise, float("-inf"))
-            spare_score, at = tl.max(
-                scores, 0, return_indices=True, return_indices_tie_break_left=True
-            )
-            spare_token += at
-            scores = tl.where(left > 0, tl.log(tl.maximum(left, 1e-37)) - noise, float("-inf"))
-            score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
-            token += at
+            spare_score, spare_token = _first_to_arrive(prob, noise, start)
         else:
-            start = chunk * CHUNK
-            score, token = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
+            score, token = race(
+                logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
+            )
     if NUM_CHUNKS > 1:
-        part = row * NUM_CHUNKS + chunk
-        tl.store(part_value_NC + part, score)
-        tl.store(part_index_NC + part, token)
-        tl.store(spare_value_NC + part, spare_score)
-        tl.store(spare_index_NC + part, spare_token)
+        _keep(part_value_NC, part_index_NC, row * NUM_CHUNKS + chunk, score, token)
+        _keep(spare_value_NC, spare_index_NC, row * NUM_CHUNKS + chunk, spare_score, spare_token)
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
             score, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
@@ -166,9 +157,22 @@ def _judge_kernel(  # noqa: PLR0913, PLR0915
                 spare_value_NC, spare_index_NC, row, NUM_CHUNKS, PARTS
             )
         token = tl.where(score == float("-inf"), spare_token, token)
-        is_right = (draft >= 0) & (is_sampled == 0) & (token == draft)
         tl.store(token_N + row, token)
-        tl.store(ok_N + row, is_right.to(tl.int8))
+        tl.store(ok_N + row, ((draft >= 0) & (is_sampled == 0) & (token == draft)).to(tl.int8))
+
+
+@triton.jit
+def _keep(value_NC, index_NC, part, value, index):
+    tl.store(value_NC + part, value)
+    tl.store(index_NC + part, index)
+
+
+@triton.jit
+def _first_to_arrive(weight, noise, start):
+    """The winner among weights above 0, and its score."""
+    scores = tl.where(weight > 0, tl.log(tl.maximum(weight, 1e-37)) - noise, float("-inf"))
+    score, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+    return score, start + at
 
 
 @triton.jit

@@ -62,21 +62,26 @@ class CudaLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
         self.bias = bias
+        self.out_dtype: torch.dtype | None = None  # None: the weight's
         self.product = Product(self.weight, bias)
         self._few_rows = pick_few_rows(weight.device)
 
-    def __call__(self, x_TD: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """`out_dtype`: fp32 logits straight from the sums."""
+    def __call__(self, x_TD: Tensor) -> Tensor:
         weight = self.weight
         shape = (*weight.shape, x_TD.shape[0])
         if pick_tile("plain", *shape, weight.dtype, weight.device) is None:
-            return self.multiply(x_TD, out_dtype)
-        return self._few_rows(x_TD.to(weight.dtype), self.product, out_dtype)
+            return self.multiply(x_TD)
+        return self._few_rows(x_TD.to(weight.dtype), self.product, self.out_dtype)
 
-    def multiply(self, x_TD: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def multiply(self, x_TD: Tensor) -> Tensor:
         """The product as torch has it, whatever the table says."""
-        out_TN = linear(x_TD.to(self.weight.dtype), self.weight, self.bias)
-        return out_TN if out_dtype is None else out_TN.to(out_dtype)
+        x_TD = x_TD.to(self.weight.dtype)
+        out_dtype = self.out_dtype
+        if out_dtype is None or out_dtype == self.weight.dtype:
+            return linear(x_TD, self.weight, self.bias)
+        if x_TD.is_cuda and self.bias is None:
+            return torch.mm(x_TD, self.weight.t(), out_dtype=out_dtype)
+        return linear(x_TD, self.weight, self.bias).to(out_dtype)
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +145,13 @@ def cuda_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
         return CudaLinear(weight.to(device, dtype), moved)
 
     return make
+
+
+def for_logits(head: Linear) -> Linear:
+    """The same linear with fp32 results, straight from its sums: bf16 logits have many ties."""
+    if isinstance(head, CudaLinear):
+        head.out_dtype = torch.float32
+    return head
 
 
 def pick_few_rows(

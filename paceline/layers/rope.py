@@ -23,6 +23,33 @@ def llama3_frequencies(freq: Tensor, factor: float, low: float, high: float, old
     return torch.where(is_between, smooth, stretched)
 
 
+def yarn_frequencies(
+    freq: Tensor,
+    theta: float,
+    factor: float,
+    turns: tuple[float, float],
+    old: int,
+    is_truncated: bool,
+) -> Tensor:
+    """Waves that turn often within `old` positions are kept, others stretched, by a linear ramp.
+
+    `turns`: those that turn more often than the first are kept, those below the second stretched.
+    """
+    head_size = 2 * len(freq)
+
+    def pair_that_turns(count: float) -> float:
+        return head_size * math.log(old / (count * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (pair_that_turns(count) for count in turns)
+    if is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001
+    stretch = ((torch.arange(len(freq), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return freq / factor * stretch + freq * (1 - stretch)
+
+
 def rotation_table(freq: Tensor, num_positions: int) -> Tensor:
     """complex64 [positions, head_size / 2]: cos + i sin of position * frequency."""
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), freq)

@@ -49,6 +49,21 @@ class DenseLayer(NamedTuple):
         return cls(layer.input_norm, *first, layer.post_norm, *second, attention.head_norms)
 
 
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Copies of the residual stream after so many layers, side by side in the order of `ids`."""
+
+    ids: tuple[int, ...]
+    out_TD: Tensor  # [T, len(ids) * D]
+
+    def take(self, num_layers: int, residual_TD: Tensor) -> None:
+        """Copies the stream if somebody wants it here. `ids` are known before any capture."""
+        if num_layers in self.ids:
+            width = residual_TD.shape[1]
+            at = self.ids.index(num_layers) * width
+            self.out_TD[:, at : at + width].copy_(residual_TD)
+
+
 class FusedLayers(Protocol):
     """All layers of a stack as one call: `LayerStack._run_layers`, on the CPU to the bit."""
 
@@ -59,6 +74,7 @@ class FusedLayers(Protocol):
         inputs: ForwardInputs,
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor: ...
 
 
@@ -78,16 +94,19 @@ class LayerStack:
         inputs: ForwardInputs,
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """What the last layer adds to the residual, which is updated in place before that.
 
-        `unnormed_TD` is what a first layer without a norm reads: the residual, in the type of
-        activations.
+        `unnormed_TD` is what a first layer without a norm reads, in the type of activations: the
+        residual, or what stands in its place (EAGLE-3). `taps` get the stream between layers; its
+        two ends are the caller's.
         """
+        inputs.attention.window = self.spec.sliding_window
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
         if self.fused is not None:
-            return self.fused(residual_TD, rotation_TH, inputs, pages, unnormed_TD)
-        return self._run_layers(residual_TD, rotation_TH, inputs, pages, unnormed_TD)
+            return self.fused(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
+        return self._run_layers(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
 
     def _run_layers(
         self,
@@ -96,14 +115,17 @@ class LayerStack:
         inputs: ForwardInputs,
         pages: list[LayerPages],
         x_TD: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         eps = self.spec.norm_eps
         rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
         delta_TD: Tensor | None = None
-        for layer, kv in zip(self.layers, pages, strict=True):
+        for i, (layer, kv) in enumerate(zip(self.layers, pages, strict=True)):
             if delta_TD is not None:
                 assert layer.input_norm is not None, "only a first layer goes without a norm"
                 x_TD = add_rms_norm(residual_TD, delta_TD, layer.input_norm, eps)
+                if taps is not None:
+                    taps.take(i, residual_TD)
             elif layer.input_norm is not None:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             assert x_TD is not None
@@ -128,9 +150,32 @@ class Decoder(LayerStack):
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
         """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
+        return self._forward(inputs, pages, None)
+
+    def forward_with_features(
+        self, inputs: ForwardInputs, pages: list[LayerPages], tap_ids: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states, and what a draft head reads of them: themselves, or the taps it names.
+
+        Tap k is the residual stream after k layers, before any norm; taps lie side by side.
+        """
+        if not tap_ids:
+            hidden_TD = self._forward(inputs, pages, None)
+            return hidden_TD, hidden_TD
+        shape = (len(inputs.token_T), len(tap_ids) * self.spec.hidden_size)
+        taps = Taps(tap_ids, self.final_norm.new_empty(shape))
+        return self._forward(inputs, pages, taps), taps.out_TD
+
+    def _forward(self, inputs: ForwardInputs, pages: list[LayerPages], taps: Taps | None) -> Tensor:
         residual_TD = self.embedding_VD.index_select(0, inputs.token_T).float()
-        delta_TD = self.run(residual_TD, inputs, pages)
-        return self.kernels.add_rms_norm(residual_TD, delta_TD, self.final_norm, self.spec.norm_eps)
+        if taps is not None:
+            taps.take(0, residual_TD)
+        delta_TD = self.run(residual_TD, inputs, pages, taps=taps)
+        eps, norm_D = self.spec.norm_eps, self.final_norm
+        hidden_TD = self.kernels.add_rms_norm(residual_TD, delta_TD, norm_D, eps)
+        if taps is not None:
+            taps.take(len(self.layers), residual_TD)
+        return hidden_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V] of the rows that sample."""

@@ -5,6 +5,8 @@ Holds addresses only; the decoder holds the tensors.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,13 @@ from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
 from paceline.kernels.matmul import PanelWeight
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear, PanelLinear
-from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers
+from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, Taps
 from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
+
+if TYPE_CHECKING:
+    from paceline.kernels.numba_layers import Step
 
 
 def fuse_layers(
@@ -29,7 +34,7 @@ def fuse_layers(
     if all(isinstance(x, CudaLinear) for x in linears):
         return CudaLayers(spec, dense, kernels)
     has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True))
-    if has_references or not has_numba(device):
+    if has_references or not has_numba(device) or spec.sliding_window is not None:
         return None
     weights: list[tuple[PanelWeight, ...]] = []
     for layer in dense:
@@ -82,16 +87,23 @@ class _NumbaLayers:
         inputs: ForwardInputs,
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         assert unnormed_TD is None, "no layer here goes without a norm"
         if pages is not self._pages:
             self._pages = pages
             kv = [(x.key_NSH, x.value_NSH) for x in pages]
             self._page_table = self._kernels.page_table(kv)
-        return self._kernels.run_layers(
-            self._layers,
-            self._page_table,
-            4 * pages[0].key_NSH.stride(0),
-            self._shape,
-            self._kernels.Step(residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention),
-        )
+        step = self._kernels.Step(residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention)
+        head_bytes, first = 4 * pages[0].key_NSH.stride(0), 0
+        # The stream between two layers is seen where one call ends and the next begins.
+        if taps is not None:
+            for stop in sorted(x for x in taps.ids if 0 < x < len(pages)):
+                residual_TD.add_(self._run(first, stop, head_bytes, step))
+                taps.take(stop, residual_TD)
+                first = stop
+        return self._run(first, len(pages), head_bytes, step)
+
+    def _run(self, first: int, stop: int, head_bytes: int, step: Step) -> Tensor:
+        table, pages = self._layers[first:stop], self._page_table[first:stop]
+        return self._kernels.run_layers(table, pages, head_bytes, self._shape, step)

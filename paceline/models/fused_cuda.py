@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.kernels import gemv
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
-from paceline.kernels.gemv_table import pick_tile
+from paceline.kernels.gemv_table import Tile, pick_tile
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DenseLayer
+from paceline.models.decoder import DenseLayer, Taps
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
@@ -30,15 +30,23 @@ class Products(Protocol):
     ) -> NormedRows: ...
 
     def linear(
-        self, x_TK: Tensor, product: Product, out_dtype: torch.dtype | None = None
+        self,
+        x_TK: Tensor,
+        product: Product,
+        out_dtype: torch.dtype | None = None,
+        tile: Tile | None = None,
     ) -> Tensor: ...
 
-    def norm_linear(self, rows: NormedRows, product: Product) -> Tensor: ...
+    def norm_linear(
+        self, rows: NormedRows, product: Product, tile: Tile | None = None
+    ) -> Tensor: ...
 
-    def norm_linear_silu(self, rows: NormedRows, product: Product) -> Tensor: ...
+    def norm_linear_silu(
+        self, rows: NormedRows, product: Product, tile: Tile | None = None
+    ) -> Tensor: ...
 
     def norm_linear_heads(
-        self, rows: NormedRows, product: Product, places: HeadPlaces
+        self, rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
     ) -> Tensor: ...
 
     def linear_add(
@@ -48,16 +56,17 @@ class Products(Protocol):
         residual_TD: Tensor,
         norm_weight_D: Tensor | None = None,
         eps: float = 0.0,
+        tile: Tile | None = None,
     ) -> NormedRows | None: ...
 
 
-class _Own(NamedTuple):
-    """Which products of a layer run in kernels of ours at some row count; else torch's."""
+class Tiles(NamedTuple):
+    """How the products of a layer are cut at some row count; None: torch's product."""
 
-    qkv: bool
-    o: bool
-    gate_up: bool
-    down: bool
+    qkv: Tile | None
+    o: Tile | None
+    gate_up: Tile | None
+    down: Tile | None
 
 
 class _Weights(NamedTuple):
@@ -87,7 +96,7 @@ class CudaLayers:
         self._kernels = kernels
         weight = self._weights[0].qkv.weight
         self._products = products or _products_on(weight.device)
-        self._own = cache(self._choose)
+        self._tiles = cache(self._choose)
 
     def __call__(
         self,
@@ -96,89 +105,91 @@ class CudaLayers:
         inputs: ForwardInputs,
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """What the last layer adds to the fp32 residual, which is updated in place before that."""
-        own = self._own(len(residual_TD))
+        tiles = self._tiles(len(residual_TD))
         slot_T, batch = inputs.page_slot_T, inputs.attention
-        rows = self._open(residual_TD, unnormed_TD, own.qkv)
+        rows = self._open(residual_TD, unnormed_TD, tiles)
         inner_TI = residual_TD
         for i, (weights, kv) in enumerate(zip(self._weights, pages, strict=True)):
             places = HeadPlaces(rotation_TH, kv.key_NSH, kv.value_NSH, slot_T)
-            qkv_TD = self._heads(rows, i, places, own)
+            qkv_TD = self._heads(rows, i, places, tiles.qkv)
             attended_TD = self._kernels.paged_attention(
                 qkv_TD, kv.key_NSH, kv.value_NSH, batch, self._scale
             )
-            rows = self._add(
-                (attended_TD, weights.o, own.o), residual_TD, weights.post_norm, own.gate_up
-            )
-            inner_TI = self._inner(rows, weights.gate_up, own)
+            step = (attended_TD, weights.o, tiles.o)
+            rows = self._add(step, residual_TD, weights.post_norm, tiles.gate_up)
+            inner_TI = self._inner(rows, weights.gate_up, tiles.gate_up)
             next_norm = self._next_norms[i]
             if next_norm is not None:
-                step = (inner_TI, weights.down, own.down)
-                rows = self._add(step, residual_TD, next_norm, own.qkv)
+                step = (inner_TI, weights.down, tiles.down)
+                rows = self._add(step, residual_TD, next_norm, tiles.qkv)
+                if taps is not None:
+                    taps.take(i + 1, residual_TD)
         last = self._weights[-1].down
-        if own.down:
-            return self._products.linear(inner_TI, last.product)
-        return last.multiply(inner_TI)
+        if tiles.down is None:
+            return last.multiply(inner_TI)
+        return self._products.linear(inner_TI, last.product, None, tiles.down)
 
-    def _open(self, residual_TD: Tensor, unnormed_TD: Tensor | None, is_own: bool) -> NormedRows:
+    def _open(self, residual_TD: Tensor, unnormed_TD: Tensor | None, tiles: Tiles) -> NormedRows:
         norm_D, like = self._layers[0].input_norm, self._weights[0].qkv.weight
         if norm_D is None:
             x_TD = residual_TD if unnormed_TD is None else unnormed_TD
             return NormedRows(x_TD.to(like.dtype), None, self._eps)
-        if is_own:
-            return self._products.scale_rows(residual_TD, norm_D, self._eps, like)
-        return self._norm(residual_TD, norm_D)
+        if tiles.qkv is None:
+            return self._norm(residual_TD, norm_D)
+        return self._products.scale_rows(residual_TD, norm_D, self._eps, like)
 
     def _norm(self, residual_TD: Tensor, norm_D: Tensor) -> NormedRows:
         x_TD = self._kernels.rms_norm(residual_TD, norm_D, self._eps)
         return NormedRows(x_TD.to(self._weights[0].qkv.weight.dtype), None, self._eps)
 
-    def _heads(self, rows: NormedRows, index: int, places: HeadPlaces, own: _Own) -> Tensor:
+    def _heads(self, rows: NormedRows, index: int, places: HeadPlaces, tile: Tile | None) -> Tensor:
         linear, norms = self._weights[index].qkv, self._layers[index].head_norms
-        if own.qkv and norms is None:
-            return self._products.norm_linear_heads(rows, linear.product, places)
-        if own.qkv:
-            qkv_TD = self._products.norm_linear(rows, linear.product)
-        else:
+        if tile is None:
             qkv_TD = linear.multiply(rows.x_TD)
+        elif norms is None:
+            return self._products.norm_linear_heads(rows, linear.product, places, tile)
+        else:
+            qkv_TD = self._products.norm_linear(rows, linear.product, tile)
         rotation_TH, key, value, slot_T = places
         self._kernels.place_heads(qkv_TD, rotation_TH, norms, key, value, slot_T)
         return qkv_TD
 
-    def _inner(self, rows: NormedRows, linear: CudaLinear, own: _Own) -> Tensor:
-        if own.gate_up:
-            return self._products.norm_linear_silu(rows, linear.product)
-        return self._kernels.silu_and_mul(linear.multiply(rows.x_TD))
+    def _inner(self, rows: NormedRows, linear: CudaLinear, tile: Tile | None) -> Tensor:
+        if tile is None:
+            return self._kernels.silu_and_mul(linear.multiply(rows.x_TD))
+        return self._products.norm_linear_silu(rows, linear.product, tile)
 
     def _add(
         self,
-        step: tuple[Tensor, CudaLinear, bool],
+        step: tuple[Tensor, CudaLinear, Tile | None],
         residual_TD: Tensor,
         norm_D: Tensor,
-        is_next_own: bool,
+        next_tile: Tile | None,
     ) -> NormedRows:
         """residual += product; what the next product reads, in the form that it wants."""
-        x_TK, linear, is_own = step
-        if not is_own:
+        x_TK, linear, tile = step
+        if tile is None:
             delta_TD = linear.multiply(x_TK)
             x_TD = self._kernels.add_rms_norm(residual_TD, delta_TD, norm_D, self._eps)
             return NormedRows(x_TD.to(linear.weight.dtype), None, self._eps)
-        if is_next_own:
-            rows = self._products.linear_add(x_TK, linear.product, residual_TD, norm_D, self._eps)
-            assert rows is not None
-            return rows
-        self._products.linear_add(x_TK, linear.product, residual_TD)
-        return self._norm(residual_TD, norm_D)
+        add = self._products.linear_add
+        if next_tile is None:
+            add(x_TK, linear.product, residual_TD, tile=tile)
+            return self._norm(residual_TD, norm_D)
+        rows = add(x_TK, linear.product, residual_TD, norm_D, self._eps, tile)
+        assert rows is not None
+        return rows
 
-    def _choose(self, num_rows: int) -> _Own:
+    def _choose(self, num_rows: int) -> Tiles:
         weights = self._weights[0]
         ends = ("heads", "added", "gated", "added")
         linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-        return _Own(
+        return Tiles(
             *(
                 pick_tile(end, *x.weight.shape, num_rows, x.weight.dtype, x.weight.device)
-                is not None
                 for end, x in zip(ends, linears, strict=True)
             )
         )

@@ -1,4 +1,4 @@
-"""Checkpoint tensors to a draft head: names with and without prefix, and what the target lends it.
+"""Checkpoint tensors to an EAGLE head: names of every kind, and what the target lends it.
 
 Refuses heads that cannot work with their target; warns where they can, but hardly will.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.kernels.dispatch import pick_kernels
 from paceline.models.decoder import Decoder, LayerStack
-from paceline.models.draft_heads import EagleModel
+from paceline.models.draft_heads import Eagle3Model, EagleModel, TapReader
 from paceline.models.fused import fuse_layers
+from paceline.models.head_spec import Eagle3Spec
 from paceline.models.loading import (
-    Progress,
     Reader,
     WeightFormats,
     WeightSource,
@@ -31,6 +31,7 @@ from paceline.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _TABLE = "model.embed_tokens.weight"
+_MARK = "model.layers.0.hidden_norm.weight"  # only EAGLE-3 heads have it
 
 
 def check_pair(name: str, head: ModelSpec, target: ModelSpec) -> None:
@@ -68,14 +69,17 @@ def eagle_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 @dataclass(slots=True)
 class _Renamed:
-    """A head's tensors under one kind of name: all begin with `model.`."""
+    """A head's tensors under one kind of name: `model.`, and `layers.0` for `midlayer`."""
 
     source: WeightSource
     _stored: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.source.names():
-            self._stored["model." + name.removeprefix("model.")] = name
+            plain = name.removeprefix("model.")
+            if plain.startswith("midlayer."):
+                plain = "layers.0." + plain.removeprefix("midlayer.")
+            self._stored["model." + plain] = name
 
     def names(self) -> set[str]:
         return set(self._stored)
@@ -98,15 +102,13 @@ def load_eagle(
     target: Decoder,
     *,
     max_model_len: int,
-    progress: Progress | None = None,
 ) -> EagleModel:
     """Build the head. What it does not bring, it shares with the target."""
     renamed = _Renamed(source)
     names = renamed.names()
-    if "model.d2t" in names or any(n.startswith("model.midlayer.") for n in names):
+    if names & {"model.d2t", _MARK}:
         raise CheckpointError(
-            f'{name!r} is an EAGLE-3 head, which is not supported yet; method "eagle" takes '
-            "EAGLE-1 heads."
+            f'{name!r} is an EAGLE-3 head: give "method": "eagle3"; "eagle" takes EAGLE-1 heads.'
         )
     spec = _as_stored(spec, names)
     width = spec.hidden_size
@@ -119,25 +121,137 @@ def load_eagle(
         shapes.append((_TABLE, (num_rows, width)))
     check_names(spec, renamed, shapes)
     read = Reader(renamed, formats)
-    kernels = pick_kernels(
-        formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
-    )
-    layers = [load_layer(spec, read, i, kernels) for i in range(spec.num_layers)]
-    model = EagleModel(
-        stack=LayerStack(
-            spec=spec,
-            layers=layers,
-            rotation=rotation_of(spec, renamed, max_model_len).to(formats.device),
-            kernels=kernels,
-            fused=fuse_layers(spec, layers, kernels, formats.device),
-        ),
+    return EagleModel(
+        stack=_stack(spec, read, max_model_len),
         embedding_VD=_table(read, target),
         fc=read.linear(["model.fc"]),
         lm_head=target.lm_head,
     )
-    if progress:
-        progress("weights", 1.0)
-    return model
+
+
+def _stack(
+    spec: ModelSpec, read: Reader, max_model_len: int, *, is_alike: bool = True
+) -> LayerStack:
+    """`is_alike`: all layers have one shape, so that they may be fused."""
+    formats = read.formats
+    kernels = pick_kernels(
+        formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
+    )
+    layers = [load_layer(spec, read, i, kernels) for i in range(spec.num_layers)]
+    return LayerStack(
+        spec=spec,
+        layers=layers,
+        rotation=rotation_of(spec, read.source, max_model_len).to(formats.device),
+        kernels=kernels,
+        fused=fuse_layers(spec, layers, kernels, formats.device) if is_alike else None,
+    )
+
+
+def eagle3_shapes(spec: Eagle3Spec, target: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor that an EAGLE-3 head must have beside this target."""
+    layers = spec.layers
+    width, at = layers.hidden_size, "model.layers.0."
+    tap_width = len(spec.tap_ids) * spec.target_size
+    shapes = dict(layer_shapes(replace(layers, has_first_norm=True)))
+    for x in "qkv":
+        name = f"{at}self_attn.{x}_proj.weight"
+        shapes[name] = (shapes[name][0], 2 * width)
+    shapes |= {_MARK: (width,), "model.norm.weight": (width,)}
+    if spec.tap_ids:
+        shapes["model.fc.weight"] = (width, tap_width)
+    if spec.norms_taps_together:
+        shapes["model.input_norm.weight"] = (tap_width,)
+    if spec.norms_each_tap:
+        each = range(len(spec.tap_ids))
+        shapes |= {f"model.fc_norm.{i}.weight": (spec.target_size,) for i in each}
+    if spec.draft_vocab_size != target.vocab_size:
+        shapes["model.d2t"] = (spec.draft_vocab_size,)
+        shapes["model.lm_head.weight"] = (spec.draft_vocab_size, width)
+    if width != target.hidden_size:
+        shapes["model.lm_head.weight"] = (spec.draft_vocab_size, width)
+        shapes[_TABLE] = (layers.vocab_size, width)
+    return list(shapes.items())
+
+
+def load_eagle3(
+    name: str,
+    spec: Eagle3Spec,
+    source: WeightSource,
+    formats: WeightFormats,
+    target: Decoder,
+    *,
+    max_model_len: int,
+) -> Eagle3Model:
+    """Build the head. What it does not bring, it shares with the target where that can be."""
+    renamed = _Renamed(source)
+    names = renamed.names()
+    if _MARK not in names:
+        raise CheckpointError(
+            f"{name!r} has no tensor 'midlayer.hidden_norm.weight' or 'layers.0.hidden_norm."
+            'weight\', so it is no EAGLE-3 head; for an EAGLE-1 head give "method": "eagle".'
+        )
+    layers = _as_stored(spec.layers, names)
+    spec = replace(spec, layers=replace(layers, has_first_norm=False))
+    shapes = dict(eagle3_shapes(spec, target.spec))
+    optional: dict[str, tuple[int, ...]] = {
+        "model.lm_head.weight": (spec.draft_vocab_size, layers.hidden_size),
+        "model.d2t": (spec.draft_vocab_size,),
+        "model.fc.bias": (layers.hidden_size,),
+    }
+    if _TABLE in names:
+        num_rows = renamed.shape(_TABLE)[0]
+        _check_rows(name, num_rows, target.spec.vocab_size)
+        optional[_TABLE] = (num_rows, layers.hidden_size)
+    shapes |= {n: shape for n, shape in optional.items() if n in names}
+    if "model.t2d" in names:  # which tokens it can draft: d2t says it too
+        shapes["model.t2d"] = renamed.shape("model.t2d")
+    check_names(spec.layers, renamed, shapes.items())
+    read = Reader(renamed, formats)
+    # The first layer reads twice the width.
+    stack = _stack(spec.layers, read, max_model_len, is_alike=layers.num_layers == 1)
+    has_head = "model.lm_head.weight" in names
+    return Eagle3Model(
+        spec=spec,
+        stack=stack,
+        embedding_VD=_table(read, target),
+        reader=_tap_reader(spec, read, stack) if spec.tap_ids else None,
+        token_norm=read.norm("model.layers.0.input_layernorm.weight"),
+        feature_norm=read.norm(_MARK),
+        final_norm=read.norm("model.norm.weight"),
+        lm_head=read.head("model.lm_head") if has_head else target.lm_head,
+        token_of_V=_token_of(name, read, target.spec.vocab_size),
+    )
+
+
+def _tap_reader(spec: Eagle3Spec, read: Reader, stack: LayerStack) -> TapReader:
+    norms: list[list[Tensor]] = []
+    if spec.norms_each_tap:
+        norms.append([read.norm(f"model.fc_norm.{i}.weight") for i in range(len(spec.tap_ids))])
+    if spec.norms_taps_together:
+        norms.append([read.norm("model.input_norm.weight")])
+    fc, rms_norm = read.linear(["model.fc"]), stack.kernels.rms_norm
+    return TapReader(fc, norms, rms_norm, stack.spec.norm_eps)
+
+
+def _token_of(name: str, read: Reader, vocab_size: int) -> Tensor | None:
+    """The target's id of each of the head's; the file holds how far it is from the head's own."""
+    if "model.d2t" not in read.source.names():
+        return None
+    offset_V = read.source.load("model.d2t").to(torch.int64).cpu()
+    token_V = torch.arange(len(offset_V)) + offset_V
+    low, high = int(token_V.min()), int(token_V.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(
+            f"the EAGLE-3 head {name!r} drafts tokens {low} to {high} (d2t), the target has "
+            f"{vocab_size}; the head belongs to another model."
+        )
+    num_distinct = len(token_V.unique())
+    if num_distinct < len(token_V):
+        raise CheckpointError(
+            f"the EAGLE-3 head {name!r} has {len(token_V)} tokens, but d2t gives them only "
+            f"{num_distinct} of the target's; it must hold offsets: target id - draft id."
+        )
+    return token_V.to(read.formats.device)
 
 
 def _as_stored(spec: ModelSpec, names: set[str]) -> ModelSpec:

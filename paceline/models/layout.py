@@ -11,9 +11,16 @@ from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
 from paceline.layers.attention import ForwardInputs
-from paceline.state.pages import Pages
+from paceline.models.spec import ModelSpec
+from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from paceline.step import Ints, Longs
+
+
+def add_pages(pages: Pages, spec: ModelSpec, dtype: torch.dtype) -> list[LayerPages]:
+    """Storage for the layers of one model."""
+    shape = (spec.num_layers, spec.num_kv_heads, spec.head_size)
+    return pages.add_layers(*shape, dtype, spec.latent_size)
 
 
 def lay_out(

@@ -16,17 +16,19 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.kernels.dispatch import Kernels, pick_kernels
 from paceline.kernels.rope import HeadNorms
-from paceline.layers.attention import GroupedAttention
-from paceline.layers.linear import BlockFormat, Linear, LinearFormat
-from paceline.layers.mlp import GatedMlp
+from paceline.layers.attention import Attention, GroupedAttention
+from paceline.layers.linear import BlockFormat, Linear, LinearFormat, for_logits
 from paceline.layers.rope import (
     interleave_pairs,
     inverse_frequencies,
     llama3_frequencies,
     rotation_table,
+    yarn_frequencies,
 )
 from paceline.models.decoder import Decoder, DecoderLayer
 from paceline.models.fused import fuse_layers
+from paceline.models.mla_loading import latent_shapes, load_latent_attention
+from paceline.models.moe_loading import load_moe, moe_shapes
 from paceline.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -90,43 +92,63 @@ class DummyWeights:
         return torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
 
 
-def expected_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Every tensor of a checkpoint of this spec."""
+def expected_shapes(
+    spec: ModelSpec, names: set[str] | None = None
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a checkpoint of this spec; `names`: see models/moe_loading."""
     shapes: list[tuple[str, tuple[int, ...]]] = [
         ("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)),
         ("model.norm.weight", (spec.hidden_size,)),
     ]
     if not spec.is_tied:
         shapes.append(("lm_head.weight", (spec.vocab_size, spec.hidden_size)))
-    return shapes + layer_shapes(spec)
+    return shapes + layer_shapes(spec, names)
 
 
-def layer_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+def layer_shapes(
+    spec: ModelSpec, names: set[str] | None = None
+) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of the layers."""
-    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
-    q_rows, kv_rows = spec.num_heads * head, spec.num_kv_heads * head
+    width, head = spec.hidden_size, spec.head_size
     shapes: list[tuple[str, tuple[int, ...]]] = []
     for i in range(spec.num_layers):
         at = f"model.layers.{i}."
         if i or spec.has_first_norm:
             shapes += [(at + "input_layernorm.weight", (width,))]
         shapes += [(at + "post_attention_layernorm.weight", (width,))]
+        moe = spec.experts_of(i)
+        if moe is not None:
+            shapes += moe_shapes(spec, moe, at, names)
         for name, rows, columns, has_bias in (
-            ("self_attn.q_proj", q_rows, width, spec.has_qkv_bias),
-            ("self_attn.k_proj", kv_rows, width, spec.has_qkv_bias),
-            ("self_attn.v_proj", kv_rows, width, spec.has_qkv_bias),
-            ("self_attn.o_proj", width, q_rows, spec.has_o_bias),
-            ("mlp.gate_proj", inner, width, spec.has_mlp_bias),
-            ("mlp.up_proj", inner, width, spec.has_mlp_bias),
-            ("mlp.down_proj", width, inner, spec.has_mlp_bias),
+            *(_dense_mlp(spec) if moe is None else ()),
+            *(_grouped_attention(spec) if spec.mla is None else ()),
         ):
             shapes.append((f"{at}{name}.weight", (rows, columns)))
             if has_bias:
                 shapes.append((f"{at}{name}.bias", (rows,)))
+        if spec.mla is not None:
+            shapes += latent_shapes(spec, at + "self_attn.")
         if spec.has_qk_norm:
             shapes += [(at + "self_attn.q_norm.weight", (head,))]
             shapes += [(at + "self_attn.k_norm.weight", (head,))]
     return shapes
+
+
+def _grouped_attention(spec: ModelSpec) -> list[tuple[str, int, int, bool]]:
+    width, bias = spec.hidden_size, spec.has_qkv_bias
+    q_rows, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    return [
+        ("self_attn.q_proj", q_rows, width, bias),
+        ("self_attn.k_proj", kv_rows, width, bias),
+        ("self_attn.v_proj", kv_rows, width, bias),
+        ("self_attn.o_proj", width, q_rows, spec.has_o_bias),
+    ]
+
+
+def _dense_mlp(spec: ModelSpec) -> list[tuple[str, int, int, bool]]:
+    width, inner, has_bias = spec.hidden_size, spec.intermediate_size, spec.has_mlp_bias
+    up = [(name, inner, width, has_bias) for name in ("mlp.gate_proj", "mlp.up_proj")]
+    return [*up, ("mlp.down_proj", width, inner, has_bias)]
 
 
 def check_names(spec: ModelSpec, source: WeightSource, shapes: Shapes) -> None:
@@ -147,9 +169,16 @@ def check_names(spec: ModelSpec, source: WeightSource, shapes: Shapes) -> None:
                 f"tensor {name!r} has shape {list(found)}; config.json asks for {list(shape)}."
             )
     ignored = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
-    unused = sorted(n for n in names - set(expected) if not n.endswith(ignored))
+    others = (n for n in names - set(expected) if not n.endswith(ignored))
+    unused = sorted(n for n in others if not _is_behind(n, spec.num_layers))
     if unused:
         logger.warning("%d tensors are not used, for instance %s", len(unused), unused[0])
+
+
+def _is_behind(name: str, num_layers: int) -> bool:
+    """Layers behind the last are a draft head's (MTP), which may not be asked for."""
+    index = name.removeprefix("model.layers.").partition(".")[0]
+    return index != name and index.isdigit() and int(index) >= num_layers
 
 
 def load_decoder(
@@ -163,7 +192,7 @@ def load_decoder(
     """Build the decoder, layer by layer. `progress` gets a name and a share of the work."""
     # The file's own head wins over the flag, as in transformers.
     has_head = "lm_head.weight" in source.names()
-    check_names(spec, source, expected_shapes(spec))
+    check_names(spec, source, expected_shapes(spec, source.names()))
     read = Reader(source, formats)
     kernels = pick_kernels(
         formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
@@ -179,7 +208,7 @@ def load_decoder(
         embedding_VD=read.table("model.embed_tokens.weight"),
         layers=layers,
         final_norm=read.norm("model.norm.weight"),
-        lm_head=read.linear([head]),
+        lm_head=read.head(head),
         rotation=rotation_of(spec, source, max_model_len).to(formats.device),
         kernels=kernels,
         fused=fuse_layers(spec, layers, kernels, formats.device),
@@ -212,6 +241,10 @@ class Reader:
 
     def norm(self, name: str) -> Tensor:
         return self.tensor(name).to(self.formats.device, self.formats.norm)
+
+    def head(self, name: str) -> Linear:
+        """The product that gives logits."""
+        return for_logits(self.linear([name]))
 
     def linear(self, names: list[str], heads: list[int] | None = None) -> Linear:
         """Several projections under each other; heads > 0 interleave their rotary pairs."""
@@ -250,15 +283,13 @@ def load_layer(spec: ModelSpec, read: Reader, index: int, kernels: Kernels) -> D
         input_norm=read.norm(at + "input_layernorm.weight") if has_norm else None,
         attention=_load_attention(spec, read, at + "self_attn.", kernels),
         post_norm=read.norm(at + "post_attention_layernorm.weight"),
-        mlp=GatedMlp(
-            gate_up=read.linear([at + "mlp.gate_proj", at + "mlp.up_proj"]),
-            down=read.linear([at + "mlp.down_proj"]),
-            silu_and_mul=kernels.silu_and_mul,
-        ),
+        mlp=load_moe(spec, read, at, index, kernels),
     )
 
 
-def _load_attention(spec: ModelSpec, read: Reader, at: str, kernels: Kernels) -> GroupedAttention:
+def _load_attention(spec: ModelSpec, read: Reader, at: str, kernels: Kernels) -> Attention:
+    if spec.mla is not None:
+        return load_latent_attention(spec, read, at)
     norms = None
     if spec.has_qk_norm:
         query, key = (read.norm(f"{at}{x}_norm.weight") for x in "qk")
@@ -275,7 +306,7 @@ def _load_attention(spec: ModelSpec, read: Reader, at: str, kernels: Kernels) ->
 
 def rotation_of(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Tensor:
     rope = spec.rope
-    freq = inverse_frequencies(spec.head_size, rope.theta)
+    freq = inverse_frequencies(spec.rope_size, rope.theta)
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":
@@ -286,6 +317,12 @@ def rotation_of(spec: ModelSpec, source: WeightSource, max_model_len: int) -> Te
             rope.high_freq_factor,
             rope.original_max_position,
         )
+    elif rope.kind == "yarn":
+        turns = (rope.beta_fast, rope.beta_slow)
+        freq = yarn_frequencies(
+            freq, rope.theta, rope.factor, turns, rope.original_max_position, rope.is_truncated
+        )
     elif rope.kind == "gguf_factors":
         freq = freq / source.load("rope_freqs.weight").float()
-    return rotation_table(freq, max_model_len)
+    rotation = rotation_table(freq, max_model_len)
+    return rotation if rope.attention_factor == 1.0 else rotation * rope.attention_factor

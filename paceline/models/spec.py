@@ -5,6 +5,7 @@ Knows names and numbers only: weights are read by models/loading, computed by mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,6 +25,19 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0  # yarn: waves that turn so often keep their length
+    beta_slow: float = 1.0  # and those that turn so seldom are stretched
+    is_truncated: bool = True  # yarn: the ramp between the two begins and ends at whole pairs
+    attention_factor: float = 1.0  # yarn: rotated queries and keys are so much longer
+    mscale_all_dim: float = 0.0  # DeepSeek: scales the softmax by its own square
+
+    @property
+    def softmax_factor(self) -> float:
+        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +65,25 @@ class MlaSpec:
     nope_size: int  # of a head's query and key, the part without positions
     rope_size: int
     value_size: int
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of both narrow vectors, whatever the other norms have
+    is_interleaved: bool = True  # rotary pairs are neighbours in the checkpoint
+
+    @property
+    def query_size(self) -> int:
+        return self.nope_size + self.rope_size
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that a token has in the cache."""
+        return self.latent_size + self.rope_size
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One causal decoder with grouped-query attention and a gated MLP."""
+    """One causal decoder: attention and MLP blocks over a residual stream.
+
+    With latent attention there is one KV head, as wide as what is cached of a token.
+    """
 
     family: str
     vocab_size: int
@@ -84,14 +111,57 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def rope_size(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.head_size if self.mla is None else self.mla.rope_size
+
+    @property
+    def latent_size(self) -> int | None:
+        """See Pages.add_layers."""
+        return None if self.mla is None else self.mla.latent_size
+
+    @property
+    def _attention_parameters(self) -> int:
+        width, heads, mla = self.hidden_size, self.num_heads, self.mla
+        if mla is None:
+            return width * self.head_size * (2 * heads + 2 * self.num_kv_heads)
+        query = width * heads * mla.query_size
+        if mla.query_rank is not None:
+            query = mla.query_rank * (width + heads * mla.query_size)
+        kv = width * mla.row_size + heads * (mla.nope_size + mla.value_size) * mla.latent_size
+        return query + kv + heads * mla.value_size * width
+
+    @property
     def num_parameters(self) -> int:
-        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        attention = self._attention_parameters
+        mlps = sum(self._mlp_parameters(i) for i in range(self.num_layers))
         heads = 1 if self.is_tied else 2
-        return self.num_layers * (attention + mlp) + heads * self.vocab_size * self.hidden_size
+        return self.num_layers * attention + mlps + heads * self.vocab_size * self.hidden_size
+
+    def experts_of(self, layer: int) -> MoeSpec | None:
+        """None where a layer has one ordinary MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    @property
+    def mlp_width(self) -> int:
+        """Numbers of one token that live at once inside an MLP block."""
+        dense, moe = 3 * self.intermediate_size, self.moe
+        if moe is None:
+            return dense
+        # Of each choice its inner values and, in fp32, what it adds.
+        chosen = moe.num_chosen * (moe.inner_size + 2 * self.hidden_size)
+        return max(dense, chosen + 3 * moe.shared_inner_size + 2 * moe.num_experts)
+
+    def _mlp_parameters(self, layer: int) -> int:
+        moe = self.experts_of(layer)
+        if moe is None:
+            return 3 * self.hidden_size * self.intermediate_size
+        inner = moe.num_experts * moe.inner_size + moe.shared_inner_size
+        return self.hidden_size * (3 * inner + moe.num_experts)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * itemsize
+        tensors = 2 if self.mla is None else 1
+        return tensors * self.num_layers * self.num_kv_heads * self.head_size * itemsize
 
 
 def _llama(config: Config) -> ModelSpec:
@@ -116,10 +186,92 @@ def _qwen3(config: Config) -> ModelSpec:
     return _decoder(config, "qwen3", has_qk_norm=True, has_qkv_bias=bias, has_o_bias=bias)
 
 
+def _mixtral(config: Config) -> ModelSpec:
+    spec = _decoder(config, "mixtral")
+    moe = _experts(config, inner_size=spec.intermediate_size)
+    return replace(spec, moe=moe, sliding_window=_sliding_window(config))
+
+
+def _qwen3_moe(config: Config) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    spec = _decoder(config, "qwen3_moe", has_qk_norm=True, has_qkv_bias=bias, has_o_bias=bias)
+    every = int(config.get("decoder_sparse_step") or 1)
+    dense = {i for i in range(spec.num_layers) if (i + 1) % every}
+    moe = _experts(
+        config,
+        inner_size=_number(config, "moe_intermediate_size"),
+        is_normed=bool(config.get("norm_topk_prob", False)),
+        dense_layers=frozenset(dense | set(config.get("mlp_only_layers") or ())),
+    )
+    window = _sliding_window(config) if config.get("use_sliding_window") else None
+    return replace(spec, moe=moe, sliding_window=window)
+
+
+def _deepseek_v3(config: Config) -> ModelSpec:
+    num_dense = int(config.get("first_k_dense_replace") or 0)
+    return _latent_decoder(config, "deepseek_v3", frozenset(range(num_dense)))
+
+
+def _glm4_moe_lite(config: Config) -> ModelSpec:
+    # transformers 5 writes a list; older files the number of dense layers.
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        num_dense = config.get("first_k_dense_replace", 1)
+        return _latent_decoder(config, "glm4_moe_lite", frozenset(range(num_dense)))
+    if set(kinds) - {"dense", "sparse"} or len(kinds) < _number(config, "num_hidden_layers"):
+        raise CheckpointError(
+            f"mlp_layer_types {kinds!r} is not understood; it names each layer 'dense' or 'sparse'."
+        )
+    dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+    return _latent_decoder(config, "glm4_moe_lite", dense)
+
+
+def _latent_decoder(config: Config, family: str, dense_layers: frozenset[int]) -> ModelSpec:
+    """Latent attention, and experts behind a sigmoid router in all but some layers."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent, nope, rope, value = (_number(config, name) for name in names)
+    mla = MlaSpec(
+        query_rank=_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+        latent_size=latent,
+        nope_size=nope,
+        rope_size=rope,
+        value_size=value,
+        is_interleaved=config.get("rope_interleave") is not False,
+    )
+    bias = bool(config.get("attention_bias", False))
+    # head_dim is another name of qk_rope_head_dim here, and KV heads are what the latent becomes.
+    heads = {"num_key_value_heads": 1, "head_dim": mla.row_size}
+    spec = _decoder({**config, **heads}, family, has_qkv_bias=bias, has_o_bias=bias)
+    return replace(spec, mla=mla, moe=_sigmoid_moe(config, dense_layers))
+
+
+def _sigmoid_moe(config: Config, dense_layers: frozenset[int]) -> MoeSpec:
+    for name, known in (("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        found = config.get(name) or known
+        if found != known:
+            raise CheckpointError(f"{name} {found!r} is not supported; {known!r} is.")
+    inner = _number(config, "moe_intermediate_size")
+    return _experts(
+        config,
+        inner_size=inner,
+        router="sigmoid",
+        is_normed=bool(config.get("norm_topk_prob", True)),
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        num_groups=int(config.get("n_group") or 1),
+        num_chosen_groups=int(config.get("topk_group") or 1),
+        shared_inner_size=inner * int(config.get("n_shared_experts") or 0),
+        dense_layers=dense_layers,
+    )
+
+
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 
 
@@ -128,7 +280,7 @@ def read_spec(config: Config) -> ModelSpec:
     architectures = config.get("architectures") or []
     for name in architectures:
         if name in FAMILIES:
-            _refuse_quantised(config)
+            refuse_quantised(config)
             return FAMILIES[name](config)
     found = ", ".join(architectures) or f"model_type {config.get('model_type')!r}"
     hint = nearest(architectures[0], FAMILIES) if architectures else ""
@@ -137,30 +289,25 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
-def read_eagle_spec(config: Config) -> ModelSpec:
-    """The spec of an EAGLE-1 head: chosen by its role, for it calls itself a Llama or anything."""
-    _refuse_quantised(config)
-    marks = [str(config.get("speculators_model_type", "")), *(config.get("architectures") or [])]
-    if "draft_vocab_size" in config or any("eagle3" in mark.lower() for mark in marks):
-        raise CheckpointError(
-            'this is an EAGLE-3 head, which is not supported yet; method "eagle" takes EAGLE-1 '
-            "heads."
-        )
-    # Heads state the length that they were trained with; it limits nothing.
-    spec = _llama({"max_position_embeddings": 2048, **config})
-    return replace(spec, family="eagle", has_first_norm=False)
-
-
-def _refuse_quantised(config: Config) -> None:
-    if config.get("quantization_config"):
+def refuse_quantised(config: Config) -> None:
+    if config.get("quantization_config") and fp8_block_size(config) is None:
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
             f"this checkpoint is quantised with {method!r}, which is not supported; "
-            "use the original weights or a GGUF file."
+            "use the original weights, fp8 with a weight_block_size, or a GGUF file."
         )
 
 
-def _decoder(config: Config, family: str, **flags: bool) -> ModelSpec:
+def fp8_block_size(config: Config) -> tuple[int, int] | None:
+    """Rows and columns that share a scale (models/block_fp8); None: not this format."""
+    quantised = config.get("quantization_config") or {}
+    size = quantised.get("weight_block_size")
+    if quantised.get("quant_method") != "fp8" or not size:
+        return None
+    return int(size[0]), int(size[1])
+
+
+def _decoder(config: Config, family: str, **flags: Any) -> ModelSpec:
     hidden = _number(config, "hidden_size")
     heads = _number(config, "num_attention_heads")
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -187,6 +334,38 @@ def _decoder(config: Config, family: str, **flags: bool) -> ModelSpec:
     )
 
 
+def _experts(config: Config, **values: Any) -> MoeSpec:
+    """transformers 5 calls every count of experts num_local_experts."""
+    known = values.get("router", "softmax")
+    router = config.get("scoring_func") or known
+    if router != known:
+        raise CheckpointError(f"router {router!r} is not supported here; only {known!r} is.")
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    name = next((n for n in names if config.get(n) is not None), names[0])
+    moe = MoeSpec(
+        num_experts=_number(config, name),
+        num_chosen=_number(config, "num_experts_per_tok"),
+        **values,
+    )
+    candidates = moe.num_experts // moe.num_groups * moe.num_chosen_groups
+    if moe.num_chosen > candidates:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok is {moe.num_chosen}, but only {candidates} experts "
+            "can be chosen from."
+        )
+    if moe.num_groups > 1 and (moe.num_experts % moe.num_groups or candidates < 2):
+        raise CheckpointError(
+            f"config.json: {moe.num_experts} experts do not divide over {moe.num_groups} groups of "
+            "two or more."
+        )
+    return moe
+
+
+def _sliding_window(config: Config) -> int | None:
+    """How many positions, its own included, a token sees; null: all."""
+    return None if config.get("sliding_window") is None else _number(config, "sliding_window")
+
+
 def _number(config: Config, name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -199,12 +378,19 @@ def _rope(config: Config, max_position: int) -> RopeSpec:
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
-    supported = ("default", "linear", "llama3", "gguf_factors")
+    supported = ("default", "linear", "llama3", "yarn", "gguf_factors")
     if kind not in supported:
         raise CheckpointError(
-            f"rope type {kind!r} is not supported; Paceline computes {', '.join(supported[:3])}."
+            f"rope type {kind!r} is not supported; Paceline computes {', '.join(supported[:4])}."
+        )
+    share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor {share} is not supported; Paceline rotates whole heads (1.0)."
         )
     original = values.get("original_max_position_embeddings") or max_position
+    if kind == "yarn":
+        return _yarn(values, theta, int(original), max_position)
     return RopeSpec(
         theta=theta,
         kind=kind,
@@ -212,6 +398,28 @@ def _rope(config: Config, max_position: int) -> RopeSpec:
         low_freq_factor=float(values.get("low_freq_factor", 1.0)),
         high_freq_factor=float(values.get("high_freq_factor", 4.0)),
         original_max_position=int(original),
+    )
+
+
+def _yarn(values: Config, theta: float, original: int, max_position: int) -> RopeSpec:
+    factor = float(values.get("factor") or max_position / original)
+    # 0 counts as absent, as in transformers.
+    mscale, all_dim = (float(values.get(x) or 0.0) for x in ("mscale", "mscale_all_dim"))
+    length = values.get("attention_factor")
+    if length is None:
+        length = yarn_mscale(factor)
+        if mscale and all_dim:
+            length = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=float(values.get("beta_fast") or 32.0),
+        beta_slow=float(values.get("beta_slow") or 1.0),
+        is_truncated=bool(values.get("truncate", True)),
+        attention_factor=float(length),
+        mscale_all_dim=all_dim,
     )
 
 

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from paceline.checkpoint.gguf_weights import GgufWeights
 from paceline.checkpoint.source import ModelFiles
 from paceline.errors import CheckpointError, nearest
+from paceline.models.block_fp8 import BlockFp8Weights
+from paceline.models.spec import fp8_block_size
 
 T = TypeVar("T")
 _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,9 +46,10 @@ def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
         )
     if files.gguf is not None:
         return _TorchGguf(GgufWeights(files.gguf, files.config))
-    if files.weight_files[0].suffix == ".safetensors":
-        return _SafetensorsWeights(files.weight_files)
-    return _PickledWeights(files.weight_files)
+    is_safe = files.weight_files[0].suffix == ".safetensors"
+    stored = (_SafetensorsWeights if is_safe else _PickledWeights)(files.weight_files)
+    size = fp8_block_size(files.config)
+    return stored if size is None else BlockFp8Weights(stored, size)
 
 
 class _SafetensorsWeights:

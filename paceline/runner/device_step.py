@@ -46,6 +46,7 @@ class Forwarded:
 
     inputs: StepInputs | None
     hidden_TD: Tensor | None = None
+    feature_TD: Tensor | None = None  # for the drafter
     logits_NV: Tensor | None = None
 
 
@@ -55,12 +56,14 @@ def step_a(device: Device, plan: StepPlan) -> Forwarded:
     inputs = build_inputs(plan, device.slots, device.pages, spec.group_size)
     if inputs is None:
         return Forwarded(None)
-    hidden_TD = device.model.forward(inputs.forward, device.layer_pages)
+    hidden_TD, feature_TD = device.model.forward_with_features(
+        inputs.forward, device.layer_pages, device.drafter.tap_ids
+    )
     if not len(inputs.sample_T):
-        return Forwarded(inputs, hidden_TD)
+        return Forwarded(inputs, hidden_TD, feature_TD)
     every_row = len(inputs.sample_T) == len(hidden_TD)
     sampled_ND = hidden_TD if every_row else hidden_TD.index_select(0, inputs.sample_T)
-    return Forwarded(inputs, hidden_TD, device.model.logits(sampled_ND))
+    return Forwarded(inputs, hidden_TD, feature_TD, device.model.logits(sampled_ND))
 
 
 def step_b(
@@ -73,8 +76,8 @@ def step_b(
 ) -> None:
     """Verify and cut, hand the result out, advance the slots, propose the next drafts."""
     result = _empty_result(plan)
-    inputs = forwarded.inputs
-    if inputs is None or forwarded.hidden_TD is None:
+    inputs, feature_TD = forwarded.inputs, forwarded.feature_TD
+    if inputs is None or forwarded.hidden_TD is None or feature_TD is None:
         on_result(result)
         return
     accepted: Accepted | None = None
@@ -96,9 +99,7 @@ def step_b(
     if late is None:
         on_result(result)
     _advance(device.slots, inputs, accepted)
-    device.drafter.propose(
-        VarlenDraftStep(device.slots, device.pages, plan.k, inputs, forwarded.hidden_TD)
-    )
+    device.drafter.propose(VarlenDraftStep(device.slots, device.pages, plan.k, inputs, feature_TD))
     if late is not None:
         # The host needs the drafts to build the next masks, so these results come after drafting.
         result.draft_BK = device.slots.drafts_SK.numpy()[plan.slot_B, : plan.k].copy()

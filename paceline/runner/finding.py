@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -14,13 +15,27 @@ from paceline.drafters.autoregressive import (
     AutoregressiveDrafter,
     DraftHead,
     DraftModelHead,
-    EagleHead,
+    FeatureHead,
 )
 from paceline.drafters.base import Drafter, NoDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.decoder import Decoder
-from paceline.models.head_loading import check_pair, eagle_shapes, load_eagle
+from paceline.models.draft_heads import HeadModel
+from paceline.models.head_loading import (
+    check_pair,
+    eagle3_shapes,
+    eagle_shapes,
+    load_eagle,
+    load_eagle3,
+)
+from paceline.models.head_spec import (
+    Eagle3Spec,
+    is_eagle3,
+    read_eagle3_spec,
+    read_eagle_spec,
+    read_mtp_spec,
+)
 from paceline.models.loading import (
     DummyWeights,
     Shapes,
@@ -29,7 +44,8 @@ from paceline.models.loading import (
     expected_shapes,
     load_decoder,
 )
-from paceline.models.spec import ModelSpec, read_eagle_spec, read_spec
+from paceline.models.mtp_loading import load_mtp, mtp_shapes
+from paceline.models.spec import ModelSpec, read_spec
 from paceline.models.weights import open_weights
 from paceline.sampling.verify import synthetic_rates
 from paceline.state.pages import LayerPages
@@ -44,6 +60,8 @@ class Found:
 
     files: ModelFiles
     spec: ModelSpec
+    role: Literal["model", "eagle", "eagle3", "mtp"] = "model"
+    eagle3: Eagle3Spec | None = None
 
 
 def find_models(config: EngineConfig) -> list[Found]:
@@ -51,28 +69,39 @@ def find_models(config: EngineConfig) -> list[Found]:
     model = config.model
     files = locate(model.model, revision=model.revision, load_format=model.load_format)
     target = Found(files, read_spec(files.config))
-    draft = _find_draft(config, target.spec)
+    draft = _find_draft(config, target)
     return [target] if draft is None else [target, draft]
 
 
-def _find_draft(config: EngineConfig, target: ModelSpec) -> Found | None:
+def _find_draft(config: EngineConfig, target: Found) -> Found | None:
     spec_config = config.speculative
     if spec_config is None or spec_config.method == "ngram":
         return None
+    if spec_config.method == "mtp":
+        files = target.files
+        return Found(files, read_mtp_spec(files.name, files.config, target.spec), "mtp")
     name = spec_config.model
     assert name is not None
     # A load format names the target's files; a draft may come in another one.
     load_format = "dummy" if config.model.load_format == "dummy" else "auto"
     files = locate(name, revision=spec_config.revision, load_format=load_format)
-    if spec_config.method == "eagle":
+    knows_better = spec_config.method_is_guessed and is_eagle3(files.config)
+    method = "eagle3" if knows_better else spec_config.method
+    if method == "eagle3":
+        taps = spec_config.eagle_aux_hidden_state_layer_ids
+        head = read_eagle3_spec(name, files.config, target.spec, taps)
+        return Found(files, head.layers, "eagle3", head)
+    if method == "eagle":
         spec = read_eagle_spec(files.config)
-        check_pair(name, spec, target)
-        return Found(files, replace(spec, max_position=target.max_position))
+        check_pair(name, spec, target.spec)
+        return Found(files, replace(spec, max_position=target.spec.max_position), "eagle")
+    if is_eagle3(files.config):
+        raise CheckpointError(f'{name!r} is an EAGLE-3 head: give "method": "eagle3".')
     spec = read_spec(files.config)
-    if spec.vocab_size != target.vocab_size:
+    if spec.vocab_size != target.spec.vocab_size:
         raise CheckpointError(
             f"the draft model {name!r} has a vocabulary of {spec.vocab_size} tokens, the target "
-            f"has {target.vocab_size}; a draft model needs the target's vocabulary."
+            f"has {target.spec.vocab_size}; a draft model needs the target's vocabulary."
         )
     return Found(files, spec)
 
@@ -88,6 +117,14 @@ def wanted_length(config: EngineConfig, found: list[Found]) -> tuple[int, bool]:
             "--max-model-len."
         )
     return wanted or longest, wanted is not None
+
+
+def kv_window(found: list[Found]) -> int | None:
+    """How many positions up to a sequence's next one some layer may read; None: all of them."""
+    windows = [f.spec.sliding_window for f in found]
+    # A draft model begins one token before the target does.
+    reaches = [w + (i > 0) for i, w in enumerate(windows) if w is not None]
+    return max(reaches) if len(reaches) == len(windows) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +144,28 @@ class Loader:
 
     def head(self, draft: Found, target: Decoder, layers: list[LayerPages]) -> DraftHead:
         """The model of a drafter that has one."""
-        spec_config = self.config.speculative
-        assert spec_config is not None
         max_model_len = len(target.rotation)
-        if spec_config.method != "eagle":
+        if draft.role == "model":
             return DraftModelHead(self.decoder(draft, max_model_len), layers)
-        formats = self.formats_of(draft.files)
-        with self._weights(draft, eagle_shapes(draft.spec), formats.device) as weights:
-            model = load_eagle(
-                draft.files.name,
-                draft.spec,
-                weights,
-                formats,
-                target,
-                max_model_len=max_model_len,
-                progress=self.progress,
-            )
-        return EagleHead(model, layers)
+        model = self._feature_model(draft, target, max_model_len)
+        self.progress("weights", 1.0)
+        return FeatureHead(model, layers)
+
+    def _feature_model(self, draft: Found, target: Decoder, max_model_len: int) -> HeadModel:
+        formats, name, spec = self.formats_of(draft.files), draft.files.name, draft.spec
+        device = formats.device
+        if draft.role == "mtp":
+            shapes = mtp_shapes(spec, target.spec.num_layers)
+            with self._weights(draft, shapes, device) as weights:
+                return load_mtp(name, spec, weights, formats, target)
+        if draft.eagle3 is not None:
+            head = draft.eagle3
+            with self._weights(draft, eagle3_shapes(head, target.spec), device) as weights:
+                return load_eagle3(
+                    name, head, weights, formats, target, max_model_len=max_model_len
+                )
+        with self._weights(draft, eagle_shapes(spec), device) as weights:
+            return load_eagle(name, spec, weights, formats, target, max_model_len=max_model_len)
 
     @contextmanager
     def _weights(

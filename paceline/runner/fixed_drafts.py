@@ -47,7 +47,7 @@ class FixedDraftStep:
     ring: Ring
     layout: PacketLayout
     rows: StepRows
-    hidden_TD: Tensor
+    feature_TD: Tensor
 
     @property
     def k(self) -> int:

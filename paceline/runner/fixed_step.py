@@ -48,6 +48,7 @@ class Forwarded:
 
     rows: StepRows
     hidden_TD: Tensor
+    feature_TD: Tensor  # for the drafter
     logits_NV: Tensor
 
 
@@ -58,10 +59,12 @@ def step_a(device: FixedDevice, shape: StepShape) -> Forwarded:
     step_inputs(device.ring, device.layout, device.state, rows, page_size, padding_slot)
     longest = shape.width if shape.is_uniform else shape.tokens
     inputs = forward_inputs(rows.batch, device.pages, device.model.spec.group_size, longest)
-    hidden_TD = device.model.forward(inputs, device.layer_pages)
+    hidden_TD, feature_TD = device.model.forward_with_features(
+        inputs, device.layer_pages, device.drafter.tap_ids
+    )
     # In a uniform step every token entry has its logits row, in the same order.
     sampled_ND = hidden_TD if shape.is_uniform else hidden_TD.index_select(0, rows.sample_N)
-    return Forwarded(rows, hidden_TD, device.model.logits(sampled_ND))
+    return Forwarded(rows, hidden_TD, feature_TD, device.model.logits(sampled_ND))
 
 
 def step_b(
@@ -100,7 +103,7 @@ def step_b(
             ring=device.ring,
             layout=device.layout,
             rows=rows,
-            hidden_TD=forwarded.hidden_TD,
+            feature_TD=forwarded.feature_TD,
         )
     )
     end_step(device.ring)

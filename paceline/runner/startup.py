@@ -22,6 +22,7 @@ from paceline.layers.linear import (
     packed_fp16,
     packed_fp16_works,
 )
+from paceline.models.layout import add_pages
 from paceline.models.loading import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_step import Device
@@ -31,6 +32,7 @@ from paceline.runner.finding import (
     Progress,
     find_models,
     forced_rates,
+    kv_window,
     make_drafter,
     wanted_length,
 )
@@ -185,7 +187,7 @@ def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tupl
 
 
 def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
-    return pages.add_layers(spec.num_layers, spec.num_kv_heads, spec.head_size, _KV_DTYPE)
+    return add_pages(pages, spec, _KV_DTYPE)
 
 
 def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInfo:
@@ -200,6 +202,7 @@ def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInf
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
         draft_reads_features=device.drafter.reads_features,
+        kv_window=kv_window(found),
         max_num_batched_tokens=config.scheduler.sizes[1],
         model_name=found[0].files.name,
         device="cpu",

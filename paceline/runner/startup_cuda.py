@@ -14,6 +14,7 @@ from paceline.config import EngineConfig
 from paceline.kernels.finish import Forced
 from paceline.kernels.step_rows import PacketLayout
 from paceline.layers.linear import cuda_linear, dense
+from paceline.models.layout import add_pages
 from paceline.models.loading import WeightFormats
 from paceline.runner.cuda_runner import CudaRunner
 from paceline.runner.finding import (
@@ -22,6 +23,7 @@ from paceline.runner.finding import (
     Progress,
     find_models,
     forced_rates,
+    kv_window,
     make_drafter,
     wanted_length,
 )
@@ -170,15 +172,14 @@ def _sizes(found: Found, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
     return StepSizes(
         tokens=capacity.tokens + capacity.rows,
         logits_rows=capacity.logits,
-        layer_width=4 * spec.hidden_size + 2 * qkv_width + 3 * spec.intermediate_size,
+        layer_width=4 * spec.hidden_size + 2 * qkv_width + spec.mlp_width,
         vocab_size=spec.vocab_size,
         itemsize=dtype.itemsize,
     )
 
 
 def _layers(pages: Pages, found: Found, dtype: torch.dtype) -> list[LayerPages]:
-    spec = found.spec
-    return pages.add_layers(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+    return add_pages(pages, found.spec, dtype)
 
 
 def _info(
@@ -195,6 +196,7 @@ def _info(
         max_k=device.drafter.max_k,
         draft_lookahead=device.drafter.lookahead,
         draft_reads_features=device.drafter.reads_features,
+        kv_window=kv_window(found),
         max_num_batched_tokens=config.scheduler.sizes[1],
         model_name=found[0].files.name,
         device=torch.cuda.get_device_name() if slots.device.type == "cuda" else "cpu",

@@ -22,11 +22,11 @@ class VarlenDraftStep:
     """See drafters.base.DraftStep. Made after advance: slot state is the new truth."""
 
     def __init__(
-        self, slots: Slots, pages: Pages, k: int, inputs: StepInputs, hidden_TD: Tensor
+        self, slots: Slots, pages: Pages, k: int, inputs: StepInputs, feature_TD: Tensor
     ) -> None:
         self.slots = slots
         self.k = k
-        self.hidden_TD = hidden_TD
+        self.feature_TD = feature_TD
         self._pages = pages
         self._inputs = inputs
         end_B = slots.num_tokens_S.numpy()[inputs.slot_B].astype(np.int64)

@@ -22,12 +22,22 @@ def propose_tokens(
     slots: Slots,
     *,
     probabilistic: bool,
+    token_of_V: Tensor | None = None,
 ) -> Tensor:
     """Draft j of each row, int32 [B], for sequence position `position_B`.
+
+    `token_of_V` are the target's ids of a reduced vocabulary, which the logits are of.
 
     Greedy, or with `probabilistic` drawn for rows with a temperature from their own temperature,
     min_p, top_k and top_p; then q goes to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
     """
+    if token_of_V is not None:
+        if not probabilistic:
+            best_B = propose_tokens(logits_BV, slot_B, position_B, j, slots, probabilistic=False)
+            return token_of_V.index_select(0, best_B).to(torch.int32)
+        # Drawn and verified at the target's width: what is not in the vocabulary has no chance.
+        wide_BV = logits_BV.new_full((len(logits_BV), slots.vocab_size), -torch.inf)
+        logits_BV = wide_BV.index_copy_(1, token_of_V, logits_BV)
     if logits_BV.is_cuda:
         return _propose_on_cuda(logits_BV, slot_B, position_B, j, slots, probabilistic)
     slot_B = slot_B.to(torch.int64)

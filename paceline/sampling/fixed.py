@@ -99,6 +99,16 @@ def verify(
     return twins(logits_NV.is_cuda).judge(work_NV, windows(rows), knobs_of(slots), drafts)
 
 
+def scratch_bytes(num_logits: int, vocab_size: int) -> int:
+    """Device memory of the costliest tail beside the logits, of `num_logits` rows at most.
+
+    A float32 copy of them, what each row leaves between the kernels, and tables that count tokens.
+    """
+    chunks = -(-vocab_size // 4096)
+    row_bytes = 4 * vocab_size + (16 << 10) + 416 * chunks + 128
+    return num_logits * row_bytes + 64 * 4 * vocab_size + (1 << 20)
+
+
 def windows(rows: StepRows) -> WindowRows:
     return WindowRows(rows.batch.slot_B, rows.width_B, rows.num_tokens_B, rows.draft_BK)
 

@@ -31,6 +31,7 @@ class LiveRequest:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     most_pages: int = 0  # that it may ever need
+    num_freed: int = 0  # first pages that it gave back: behind the window
     num_launched: int = 0  # prefill progress: positions computed by launched steps, or cached
     num_hashed: int = 0  # first pages known to the prefix cache, and their chain value
     chain: int = 0

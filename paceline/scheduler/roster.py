@@ -117,7 +117,8 @@ class Roster:
         if not victims or self.room_for(head) is not None:
             return
         pool = self.pages.pool
-        gain = sum(pool.num_refs(page) == 1 for live in victims for page in live.pages)
+        held = (page for live in victims for page in live.pages[live.num_freed :])
+        gain = sum(pool.num_refs(page) == 1 for page in held)
         headroom = len(running) - len(victims) - gain
         if not self.pages.fits(head, self.pages.find_hit(head), headroom):
             return  # not even without all of them
@@ -207,7 +208,7 @@ class Roster:
             assert self.table.uid_S[live.slot] == live.uid
         assert self.waiting.count == sum(live.slot < 0 for live in self.requests.values())
         assert self.num_constrained == sum(live.constraint is not None for live in running)
-        owners = Counter(page for live in running for page in live.pages)
+        owners = Counter(page for live in running for page in live.pages[live.num_freed :])
         pool = self.pages.pool
         assert all(pool.num_refs(page) == owners[page] for page in range(pool.num_pages))
         pool.check()

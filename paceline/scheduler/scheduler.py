@@ -219,6 +219,8 @@ class Scheduler:
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
                     self._roster.end(self._roster.owner(slot))
+        if self.info.kv_window is not None:
+            self._pages.free_behind_window(self._roster.running())
         return emitted
 
     def _settle_strays(self, flight: Flight, result: StepResult) -> list[int]:

@@ -18,6 +18,7 @@ from paceline.step import Ints, PageAppends, RunnerInfo
 
 logger = logging.getLogger(__name__)
 NEVER = 2**31 - 1
+NO_PAGE = -1  # in a page list: given back while its owner runs
 MOST_AHEAD = 64  # pages held in advance while there are plenty
 
 
@@ -34,6 +35,7 @@ class SequencePages:
         self._is_caching = config.cache.enable_prefix_caching
         self._max_model_len = info.max_model_len
         self._lookahead = info.draft_lookahead
+        self._window = info.kv_window
         # Positions a window and the drafter may write past the newest token.
         self._overhang = info.max_k + info.draft_lookahead
         pool_len = info.num_pages * info.page_size
@@ -83,6 +85,7 @@ class SequencePages:
         fresh = self.pool.allocate(count - len(hit), last, ahead)
         assert fresh is not None, "admitted a request that does not fit"
         live.pages = hit + fresh
+        live.num_freed = 0
         live.num_launched = len(hit) * self.page_size
         live.num_hashed = len(hit) if self._is_caching else NEVER
         if self._is_caching and not live.wants_prompt_logprobs:
@@ -166,9 +169,31 @@ class SequencePages:
         Steps in flight may still write them; whoever gets them next is launched later.
         """
         self._register_committed(live)
-        self.pool.release(live.pages)
+        self.pool.release(live.pages[live.num_freed :])
         live.pages = []
         self._drop_appends(live.slot, 0)
+
+    def free_behind_window(self, running: Sequence[LiveRequest]) -> None:
+        """Give back pages that no layer will read again, whatever becomes of steps in flight: by
+        committed progress, or by launched chunks of a prompt, never by what may be accepted.
+
+        Steps in flight may still read them; whoever gets them next is launched later. They keep
+        their names in the prefix cache: a hit is a prefix that is there from its first token on.
+        """
+        assert self._window is not None
+        for live in running:
+            # The lowest position that a step planned from now on can begin at.
+            position = live.num_launched
+            if position >= len(live.tokens):
+                position = int(self._table.committed_S[live.slot]) - 1
+            num_dead = (position + 1 - self._window) // self.page_size
+            if num_dead <= live.num_freed:
+                continue
+            if num_dead > live.num_hashed:
+                self._register(live, self._table.tokens_SL[live.slot], num_dead)
+            first, live.num_freed = live.num_freed, num_dead
+            self.pool.release(live.pages[first:num_dead])
+            live.pages[first:num_dead] = [NO_PAGE] * (num_dead - first)
 
     def _drop_appends(self, slot: int, first: int) -> None:
         """Forget entries of this plan that are not to be."""

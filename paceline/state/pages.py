@@ -13,7 +13,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class LayerPages:
-    """Keys and values of one layer, head-major: [N, pages * page_size, H]."""
+    """Keys and values of one layer, head-major: [N, pages * page_size, H].
+
+    Latent attention has one row per token, which begins with its value: `value_NSH` is a view of
+    `key_NSH` there.
+    """
 
     key_NSH: Tensor
     value_NSH: Tensor
@@ -41,14 +45,23 @@ class Pages:
         )
 
     def add_layers(
-        self, count: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+        self,
+        count: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        latent_size: int | None = None,
     ) -> list[LayerPages]:
-        """Storage for `count` more layers. Memory is touched, and so taken, only when written."""
+        """Storage for `count` more layers. Memory is touched, and so taken, only when written.
+
+        `latent_size`: so many numbers at the beginning of a key are its value.
+        """
         shape = (num_kv_heads, (self.num_pages + 1) * self.page_size, head_size)
-        return [
-            LayerPages(
-                torch.empty(shape, dtype=dtype, device=self.device),
-                torch.empty(shape, dtype=dtype, device=self.device),
-            )
-            for _ in range(count)
-        ]
+
+        def storage() -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        if latent_size is None:
+            return [LayerPages(storage(), storage()) for _ in range(count)]
+        keys = [storage() for _ in range(count)]
+        return [LayerPages(key, key[..., :latent_size]) for key in keys]

@@ -11,7 +11,8 @@ from tests.architecture.source_tree import Source, sources
 MAX_FILE_LINES = 500
 MAX_BODY_LINES = 60
 # Lines of paceline/ in all. Raise it in the commit that needs it, and say there what it buys.
-TOTAL_LINES = 31_000
+# 36,000: CUDA. Of these 13,000 are kernels, most of them in pairs with the cases that compare them.
+TOTAL_LINES = 36_000
 
 EVERY_FILE = sources("paceline", "tests", "bench")
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from paceline.engine.engine import Engine
 from paceline.request import EngineRequest
-from paceline.runner.runner import CpuRunner
+from paceline.runner.fixed_drafts import FixedDraftStep
+from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.runner.varlen_drafts import VarlenDraftStep
+from paceline.step import Runner
 from tests.e2e.ladder import Workshop
-from tests.e2e.loop import add_all, finish, tiny_engine
-from tests.eagle import PlainEagle, features
+from tests.e2e.loop import add_all, finish, listened_to, tiny_engine, tiny_engine_config
+from tests.eagle import PlainHead, drafts_of
 
 LLAMA_LIMIT = 256
 
@@ -35,7 +38,7 @@ class Recording:
     """An engine whose drafts are written down."""
 
     engine: Engine
-    runner: CpuRunner
+    runner: Runner
     published: dict[int, list[int]]
     seen: list[Drafted] = field(default_factory=list)
     prompts: dict[int, list[int]] = field(default_factory=dict)
@@ -48,13 +51,13 @@ class Recording:
     def sequences(self) -> list[list[int]]:
         return [[*prompt, *self.published[uid]] for uid, prompt in self.prompts.items()]
 
-    def check(self, target: Any, head: PlainEagle, limit: int = LLAMA_LIMIT) -> None:
+    def check(self, target: Any, head: PlainHead, limit: int = LLAMA_LIMIT) -> None:
         """Every draft is what the plain arithmetic makes of the committed tokens, and no other."""
-        known = {tuple(s): features(target, s) for s in self.sequences()}
+        known = {tuple(s): head.features(target, s) for s in self.sequences()}
 
         def drafts(tokens: list[int], k: int) -> list[int]:
             feature_ND = next(f for s, f in known.items() if list(s[: len(tokens)]) == tokens)
-            return head.drafts(feature_ND, tokens, k)
+            return drafts_of(head, feature_ND, tokens, k)
 
         self.compare(drafts, limit)
 
@@ -68,19 +71,34 @@ class Recording:
 
 
 @contextmanager
-def recorded(workshop: Workshop, spec: dict[str, Any], **options: Any) -> Iterator[Recording]:
-    """An engine on the tiny llama; closed, and no longer listened to, at the end."""
-    recording = Recording(*tiny_engine(workshop, spec, **options))
-    store = VarlenDraftStep.store
+def recorded(
+    workshop: Workshop, spec: dict[str, Any], *, is_fixed: bool = False, **options: Any
+) -> Iterator[Recording]:
+    """An engine on the tiny llama; closed, and no longer listened to, at the end.
 
-    def listening(step: VarlenDraftStep, draft_BK: Tensor, *, is_onehot: bool) -> None:
+    `is_fixed`: with the fixed-shape steps of a GPU, on CPU tensors.
+    """
+    if is_fixed:
+        config = tiny_engine_config(workshop, spec, **options)
+        built: Runner = build_fixed_runner(config, lambda name, share: None, torch.device("cpu"))
+        engine, published = listened_to(built, config)
+        recording = Recording(engine, built, published)
+    else:
+        recording = Recording(*tiny_engine(workshop, spec, **options))
+    kind: Any = FixedDraftStep if is_fixed else VarlenDraftStep
+    store = kind.store
+
+    def listening(step: Any, draft_BK: Tensor, *, is_onehot: bool) -> None:
         store(step, draft_BK, is_onehot=is_onehot)
-        slots = step.slots
-        for slot in step.slot_B.tolist():
+        slots, slot_B = step.slots, step.slot_B
+        if is_fixed:
+            goes_on_B = (step.rows.width_B > 0) & (slots.done_S[slot_B.long()] == 0)
+            slot_B = slot_B[goes_on_B]
+        for slot in slot_B.tolist():
             tokens = slots.tokens_SL[slot, : int(slots.num_tokens_S[slot])].tolist()
             recording.seen.append(Drafted(tokens, step.k, slots.drafts_SK[slot].tolist()))
 
-    with patch.object(VarlenDraftStep, "store", listening):
+    with patch.object(kind, "store", listening):
         try:
             yield recording
         finally:

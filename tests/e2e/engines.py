@@ -22,17 +22,32 @@ def draft_model(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
 
 
 def eagle(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
-    return {
-        **draft_model(workshop, k),
-        "method": "eagle",
-        "model": workshop.head_folder("llama"),
-    } | more
+    return head(workshop, "eagle", k, **more)
+
+
+def eagle3(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
+    return head(workshop, "eagle3", k, **more)
+
+
+def mtp(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
+    return head(workshop, "mtp", k, **more)
+
+
+def head(workshop: Workshop, drafter: str, k: int = 4, **more: Any) -> dict[str, Any]:
+    spec = {"method": drafter, "num_speculative_tokens": k, "adaptive": False, **more}
+    return spec if drafter == "mtp" else spec | {"model": workshop.head_folder("llama", drafter)}
+
+
+def folder_for(workshop: Workshop, spec: dict[str, Any] | None) -> str:
+    """The tiny llama; with its MTP layer where that is to draft."""
+    needs_mtp = spec is not None and spec["method"] == "mtp"
+    return workshop.head_folder("llama", "mtp") if needs_mtp else workshop.target_folder("llama")
 
 
 def tiny_llm(workshop: Workshop, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
     """The tiny llama in this process, in fp32, one thread."""
     defaults: dict[str, Any] = {
-        "model": workshop.target_folder("llama"),
+        "model": folder_for(workshop, spec),
         "dtype": "float32",
         "skip_tokenizer_init": True,
         "max_num_seqs": 6,

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from tests.eagle import PlainEagle, save_head, trained_head
+from tests.eagle import PlainHead, save_head, train, trained_head
+from tests.eagle3 import random_eagle3, save_eagle3
+from tests.mtp import random_mtp, save_mtp
 from tests.tiny import FAMILIES, VOCAB, greedy_reference, save_noisy_draft, save_tiny
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": FAMILIES,
     "run_ahead": (0, 1, 2),
-    "drafter": ("none", "ngram", "draft_model", "eagle"),
+    "drafter": ("none", "ngram", "draft_model", "eagle", "eagle3", "mtp"),
     "k": (1, 2, 3, 4, 5, 6, 7),
     "request_k": ("all", "mixed"),  # mixed: some requests ask for 0 or fewer drafts
     "chunk": (2048, 37, 16),
@@ -59,7 +61,7 @@ def pairwise(axes: dict[str, tuple[Any, ...]] = AXES) -> list[Rung]:
     pairs = {
         (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
     }
-    rng = random.Random(8)  # with this one every tight rung of the CPU's cover preempts
+    rng = random.Random(8)
     rungs: list[Rung] = []
     while pairs:
         candidates = [{n: rng.choice(axes[n]) for n in names} for _ in range(60)]
@@ -99,7 +101,7 @@ class Workshop:
         self._folder = folder
         self.target = cache(self._target)
         self.draft_folder = cache(self._draft_folder)
-        self.head = cache(self._head)
+        self._made = cache(self._make_head)
         self.expected = cache(self._expected)
 
     def _target(self, family: str) -> Any:
@@ -116,24 +118,40 @@ class Workshop:
         save_noisy_draft(folder, self.target(family), noise=0.06)
         return str(folder)
 
-    def _head(self, family: str) -> PlainEagle:
-        """An EAGLE head that has seen the expected outputs, but not for long."""
-        outputs = self.expected(family)
+    def head(self, family: str, drafter: str = "eagle") -> PlainHead:
+        """A head that has seen the expected outputs, but not for long."""
+        return self._made(family, drafter)
+
+    def _make_head(self, family: str, drafter: str) -> PlainHead:
+        outputs, target = self.expected(family), self.target(family)
         sequences = [[*p, *o] for p, o in zip(PROMPTS, outputs, strict=True)]
-        head = trained_head(self.target(family), sequences)
-        # Published heads come as they do for llama; safetensors and prefixes are met as well.
+        folder = self._folder / f"{family}-{drafter}"
+        # Published heads come as they do for llama; other forms are met as well.
         is_published = family == "llama"
+        if drafter == "mtp":
+            mtp = train(random_mtp(target), target, sequences)
+            save_mtp(folder, self.target_folder(family), mtp, with_copies=is_published)
+            return mtp
+        if drafter == "eagle3":
+            flags: dict[str, Any] = (
+                {} if is_published else {"norm_before_residual": True, "norm_before_fc": True}
+            )
+            eagle3 = train(random_eagle3(target, **flags), target, sequences)
+            save_eagle3(folder, eagle3, form="flat" if is_published else "nested")
+            return eagle3
+        head = trained_head(target, sequences)
         save_head(
-            self._folder / f"{family}-eagle",
+            folder,
             head,
             prefix="" if is_published else "model.",
             as_safetensors=not is_published,
         )
         return head
 
-    def head_folder(self, family: str) -> str:
-        self.head(family)
-        return str(self._folder / f"{family}-eagle")
+    def head_folder(self, family: str, drafter: str = "eagle") -> str:
+        """Where the head is; an MTP layer is in a checkpoint of the target."""
+        self.head(family, drafter)
+        return str(self._folder / f"{family}-{drafter}")
 
     def _expected(self, family: str) -> list[list[int]]:
         model = self.target(family)
@@ -183,8 +201,11 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         options["speculative_config"]["prompt_lookup_min"] = 1
     if rung.drafter == "draft_model":
         options["speculative_config"]["model"] = workshop.draft_folder(rung.family)
-    if rung.drafter == "eagle":
-        options["speculative_config"]["model"] = workshop.head_folder(rung.family)
+    if rung.drafter in ("eagle", "eagle3"):
+        head = workshop.head_folder(rung.family, rung.drafter)
+        options["speculative_config"]["model"] = head
+    if rung.drafter == "mtp":
+        options["model"] = workshop.head_folder(rung.family, "mtp")
     params = [
         SamplingParams(
             temperature=0,

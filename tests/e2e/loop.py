@@ -13,6 +13,7 @@ from paceline.runner.runner import CpuRunner
 from paceline.runner.startup import build_runner
 from paceline.scheduler.events import TokenConstraint
 from paceline.step import Runner
+from tests.e2e.engines import folder_for
 from tests.e2e.ladder import Workshop
 
 
@@ -24,18 +25,24 @@ def tiny_engine(
     **options: Any,
 ) -> tuple[Engine, CpuRunner, dict[int, list[int]]]:
     """An engine, its runner, and the tokens that it publishes by uid."""
+    config = tiny_engine_config(workshop, spec, **options)
+    runner = build_runner(config, lambda name, share: None)
+    assert isinstance(runner, CpuRunner)
+    engine, published = listened_to(runner, config, delay=delay)
+    return engine, runner, published
+
+
+def tiny_engine_config(
+    workshop: Workshop, spec: dict[str, Any] | None = None, **options: Any
+) -> EngineConfig:
     defaults: dict[str, Any] = {
-        "model": workshop.target_folder("llama"),
+        "model": folder_for(workshop, spec),
         "dtype": "float32",
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "cpu_threads": 1,
     }
-    config = EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
-    runner = build_runner(config, lambda name, share: None)
-    assert isinstance(runner, CpuRunner)
-    engine, published = listened_to(runner, config, delay=delay)
-    return engine, runner, published
+    return EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
 
 
 def listened_to(

@@ -17,7 +17,7 @@ from paceline.runner import startup
 from paceline.runner.finding import Progress
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
-from tests.e2e.engines import NGRAM, draft_model, run, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle3, run, tokens
 from tests.e2e.ladder import AXES, PROMPTS, Rung, Workshop, pairwise
 from tests.e2e.test_ladder import check
 
@@ -55,7 +55,7 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "sampled drafts"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "sampled drafts", "reduced"])
 def test_every_sampling_feature_gives_the_tokens_of_the_cpu_path(
     drafter: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +64,7 @@ def test_every_sampling_feature_gives_the_tokens_of_the_cpu_path(
         "ngram": NGRAM,
         "draft_model": draft_model(workshop, 3),
         "sampled drafts": draft_model(workshop, 3, draft_sample_method="probabilistic"),
+        "reduced": eagle3(workshop, 3, draft_sample_method="probabilistic"),
     }
     spec = specs[drafter]
     params = [SamplingParams(max_tokens=24, detokenize=False, **p) for p in PARAMS]

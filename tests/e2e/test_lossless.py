@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import SamplingParams
-from tests.e2e.engines import NGRAM, draft_model, eagle, run, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle, eagle3, head, mtp, run, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 
 FEATURES: list[dict[str, Any]] = [
@@ -29,13 +29,14 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
-DRAFTERS = ("none", "ngram", "draft_model", "eagle")
+DRAFTERS = ("none", "ngram", "draft_model", "eagle", "eagle3", "mtp")
 
 
 def spec_of(drafter: str, workshop: Workshop, k: int = 4) -> dict[str, Any] | None:
     if drafter in ("none", "ngram"):
         return NGRAM if drafter == "ngram" else None
-    return draft_model(workshop, k) if drafter == "draft_model" else eagle(workshop, k)
+    is_model = drafter == "draft_model"
+    return draft_model(workshop, k) if is_model else head(workshop, drafter, k)
 
 
 def feature_batch() -> list[SamplingParams]:
@@ -172,9 +173,11 @@ def test_a_request_ends_exactly_at_max_model_len(
 
 
 @pytest.mark.trap("E4")
-@pytest.mark.parametrize("drafter", [draft_model, eagle])
+@pytest.mark.parametrize(
+    ("drafter", "prompt"), [(draft_model, 9), (eagle, 9), (eagle3, 9), (mtp, 8)]
+)
 def test_probabilistic_drafts_keep_the_targets_distribution(
-    workshop: Workshop, drafter: Callable[..., dict[str, Any]]
+    workshop: Workshop, drafter: Callable[..., dict[str, Any]], prompt: int
 ) -> None:
     """First two tokens of many seeds, drafted and not, in one batch with greedy rows."""
     spec = drafter(workshop, 3, draft_sample_method="probabilistic")
@@ -182,7 +185,7 @@ def test_probabilistic_drafts_keep_the_targets_distribution(
     params = [
         SamplingParams(seed=seed, max_tokens=3, top_k=6, ignore_eos=True) for seed in range(count)
     ] + [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 20
-    prompts = [PROMPTS[9]] * len(params)
+    prompts = [PROMPTS[prompt]] * len(params)
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
     outputs = run(workshop, prompts, params, spec, **options)
     drafted = tokens(outputs)

@@ -16,6 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.messages import StepMessage, decode
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.scheduler.events import TokenConstraint
+from paceline.scheduler.sequence_pages import NO_PAGE
 from paceline.step import Ints, RunnerInfo, StepPlan
 from tests.fakes import FakeRunner, reference_output
 
@@ -209,11 +210,14 @@ class Harness:
             if slot.init is None or table.uid_S[index] != slot.init.request.uid:
                 continue
             pages = self.engine.scheduler.pages_of(slot.init.request.uid)
-            assert pages == [slot.table[i] for i in range(len(pages))]
+            num_freed = pages.count(NO_PAGE)
+            assert pages[num_freed:] == [slot.table[i] for i in range(num_freed, len(pages))]
+            first_seen = self.runner.first_seen(slot.num_computed)
+            assert num_freed * self.info.page_size <= first_seen, "freed what is still read"
             if appends is not None:
                 mine = appends.slot == index
                 for at, page in zip(appends.index[mine], appends.page[mine], strict=True):
-                    assert pages[at] == page, "sent a page that is not the request's"
+                    assert pages[at] in (page, NO_PAGE), "sent a page that is not the request's"
             assert slot.written_end <= len(pages) * self.info.page_size, "wrote foreign pages"
             committed = int(table.committed_S[index])
             assert table.tokens_SL[index, :committed].tolist() == slot.tokens[:committed]

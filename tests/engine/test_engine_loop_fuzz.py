@@ -75,6 +75,7 @@ def random_info(rng: random.Random, max_k: int) -> RunnerInfo:
             page_size=rng.choice([1, 2, 4, 8]),
             max_model_len=rng.choice([24, 40, 96]),
             vocab_size=rng.choice([33, 64]),
+            kv_window=rng.choice([None, None, 1, 5, 16]),
         )
         if info.num_pages * info.page_size > 2 * max_k + 8:
             return info
@@ -123,7 +124,7 @@ def run_seed(seed: int, *, depth: int, max_k: int, threaded: bool = False) -> Ha
     return harness
 
 
-@pytest.mark.trap("A2", "A11", "B1", "B2", "B5", "B6", "B9", "B12")
+@pytest.mark.trap("A2", "A11", "B1", "B2", "B5", "B6", "B9", "B12", "B14", "I22")
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize("max_k", range(8))
 def test_random_traffic_gives_the_tokens_of_requests_run_alone(depth: int, max_k: int) -> None:

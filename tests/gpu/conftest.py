@@ -11,7 +11,9 @@ import pytest
 from tests.e2e.engines import NGRAM
 from tests.e2e.ladder import Workshop
 from tests.eagle import random_head, save_head
+from tests.eagle3 import random_eagle3, save_eagle3
 from tests.gpu.engines import open_llm
+from tests.mtp import random_mtp, save_mtp
 from tests.tiny import save_noisy_draft, save_tiny
 
 LONG = 2048
@@ -41,13 +43,16 @@ class LongModel:
         if drafter == "ngram":
             return {**NGRAM, "num_speculative_tokens": k}
         values = {"method": drafter, "num_speculative_tokens": k, "adaptive": False}
-        return {**values, "model": str(self.folder / drafter)}
+        return values if drafter == "mtp" else {**values, "model": str(self.folder / drafter)}
 
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> LongModel:
     made = LongModel(tmp_path_factory.mktemp("long"))
-    model = save_tiny(made.target, "llama", seed=1, max_position_embeddings=LONG)
+    plain = made.folder / "plain"
+    model = save_tiny(plain, "llama", seed=1, max_position_embeddings=LONG)
+    save_mtp(made.target, plain, random_mtp(model))
+    save_eagle3(made.folder / "eagle3", random_eagle3(model))
     save_noisy_draft(made.folder / "draft_model", model, noise=0.06)
     save_head(made.folder / "eagle", random_head(model))
     return made

@@ -16,7 +16,7 @@ import pytest
 from paceline import SamplingParams
 from paceline.runner.cuda_runner import CudaRunner
 from paceline.step import StepPlan, StepResult
-from tests.e2e.engines import NGRAM, draft_model, eagle, tokens
+from tests.e2e.engines import NGRAM, draft_model, folder_for, head, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.e2e.loop import add_all, finish, request
 from tests.gpu.conftest import LongModel
@@ -31,7 +31,7 @@ def specs(workshop: Workshop, k: int, **more: Any) -> dict[str, dict[str, Any] |
         "none": None,
         "ngram": {**NGRAM, "num_speculative_tokens": k},
         "draft_model": draft_model(workshop, k, **more),
-        "eagle": eagle(workshop, k, **more),
+        **{name: head(workshop, name, k, **more) for name in ("eagle", "eagle3", "mtp")},
     }
 
 
@@ -41,7 +41,7 @@ def generate(
     """Tokens of every prompt, and what the engine counted."""
     prompts = [{"prompt_token_ids": list(p)} for p in PROMPTS]
     with open_llm(
-        model=workshop.target_folder("llama"),
+        model=folder_for(workshop, spec),
         dtype="float32",
         device=DEVICE,
         skip_tokenizer_init=True,
@@ -58,7 +58,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, detokenize=False)
 
 
 @pytest.mark.trap("D1")
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_sampled_drafts_are_accepted_alike_with_and_without_graphs(
     workshop: Workshop, drafter: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_sampled_drafts_are_accepted_alike_with_and_without_graphs(
 
 
 @pytest.mark.trap("D2", "D11")
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_every_draft_position_is_accepted_alike_with_and_without_graphs(
     workshop: Workshop, drafter: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_rows_of_every_kind_meet_in_one_step_in_any_order(
         max_num_batched_tokens=26,
         enable_prefix_caching=False,
     ) as gpu:
-        widths = set()
+        widths: set[tuple[int, int]] = set()
         launch = gpu.runner.launch
 
         def watched(plan: StepPlan) -> Any:
@@ -167,7 +167,7 @@ def test_every_batch_size_replays_a_graph_when_a_window_is_three_wide(workshop: 
 
 
 @pytest.mark.trap("D10")
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_the_smallest_pool_starts_and_serves(workshop: Workshop, drafter: str) -> None:
     """One sequence of the largest length and nothing beside it; windows reach past its end."""
     limit = 256 // 16
@@ -224,13 +224,14 @@ def test_no_step_of_five_hundred_requests_stalls(long_model: LongModel) -> None:
 
 
 @pytest.mark.trap("D15")
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_requests_with_and_without_drafts_take_turns_in_one_engine(
     workshop: Workshop, drafter: str
 ) -> None:
     """K goes from 0 to 4 and back: each step has the drafts that its requests want."""
     expected = {i: output[:20] for i, output in enumerate(workshop.expected("llama"))}
-    with gpu_engine(workshop.target_folder("llama"), specs(workshop, 4)[drafter]) as gpu:
+    spec = specs(workshop, 4)[drafter]
+    with gpu_engine(folder_for(workshop, spec), spec) as gpu:
         for wanted in ([0] * 12, [4] * 12, [0, 4, 2] * 4, [0] * 12):
             gpu.published.clear()
             requests = [

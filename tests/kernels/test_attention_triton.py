@@ -13,57 +13,67 @@ from torch import Tensor
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments
 
-SHAPE = Shape([(3, 300), (1, 600), DEAD, (4, 40)], (4, 2), 16, width=4)
+SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
+WINDOW = 43  # the first query of row 0 sees the last key of a stretch, and its last query does not
 
 
-def outcome(device: torch.device, batch_rows: list[int], width: int = 4) -> Tensor:
+def outcome(
+    device: torch.device, batch_rows: list[int], width: int = 4, window: int | None = None
+) -> Tensor:
     """The last query of each of these rows of SHAPE, computed in a batch of them alone."""
     from paceline.kernels.attention_triton import paged_attention, prepare
 
-    qkv_TD, key, value, batch, scale = arguments(SHAPE)(device, torch.float16)
+    qkv_TD, key, value, batch, scale = arguments(replace(SHAPE, window=window))(
+        device, torch.float16
+    )
     rows = torch.tensor(batch_rows, device=device)
+    query_len_B = batch.query_len_B[rows].clamp(max=width)
     last_B = (batch.row_start_B + batch.query_len_B.clamp(min=1))[rows] - 1
     part = AttentionBatch(
         row_start_B=torch.arange(len(rows), dtype=torch.int32, device=device) * width,
-        query_len_B=batch.query_len_B[rows].clamp(max=width),
+        query_len_B=query_len_B,
         length_B=batch.length_B[rows],
         slot_B=batch.slot_B[rows],
         table_SP=batch.table_SP,
         page_size=batch.page_size,
         group_size=batch.group_size,
         max_query_len=width,
+        window=window,
     )
     query_TD = qkv_TD.new_zeros(len(rows) * width, qkv_TD.shape[1])
-    count_B = part.query_len_B.long()
+    count_B = query_len_B.long()
     for i, (count, last) in enumerate(zip(count_B.tolist(), last_B.tolist(), strict=True)):
         query_TD[i * width : i * width + count] = qkv_TD[last + 1 - count : last + 1]
     prepare(part, len(query_TD), len(key))
-    found = [paged_attention(query_TD, key, value, part, scale) for _ in range(2)]
-    assert torch.equal(*found), "a second layer finds the tickets as the first did"
-    return found[0][part.row_start_B.long() + count_B.clamp(min=1) - 1]
+    found = paged_attention(query_TD, key, value, part, scale)
+    return found[part.row_start_B.long() + count_B.clamp(min=1) - 1]
 
 
 def check_bits(device: torch.device) -> None:
     from paceline.kernels import attention_work_triton
 
-    together = outcome(device, [0, 1, 2, 3])
+    together = outcome(device, [0, 1, 2])
     assert not together[2].any(), "nobody's row is zero"
-    for row in (0, 1, 3):
-        assert torch.equal(outcome(device, [row])[0], together[row])
-        assert torch.equal(outcome(device, [row], width=1)[0], together[row])
-        assert torch.equal(outcome(device, [2, row, 2, 2], width=32)[1], together[row])
-    # A row whose partial results find no room is walked by one program.
-    was = attention_work_triton.MOST_PARTIALS
-    for most in (0, 2, 4):
-        attention_work_triton.MOST_PARTIALS = most
-        assert torch.equal(outcome(device, [0, 1, 2, 3]), together), most
-    attention_work_triton.MOST_PARTIALS = was
+    assert torch.equal(outcome(device, [0])[0], together[0])
+    assert torch.equal(outcome(device, [2, 0, 1], width=1)[1:], together[:2])
+    assert torch.equal(outcome(device, [1, 2], width=32)[0], together[1])
+    # Rows in blocks, in stretches or in one span; the last two also where partials find no room.
+    for name, value in (("LITTLE", 0), ("MOST_PARTIALS", 0), ("MOST_PARTIALS", 5)):
+        was = getattr(attention_work_triton, name)
+        setattr(attention_work_triton, name, value)
+        assert torch.equal(outcome(device, [0, 1, 2]), together), (name, value)
+        setattr(attention_work_triton, name, was)
+    narrow = outcome(device, [0, 1, 2], window=WINDOW)
+    assert torch.equal(outcome(device, [2, 0, 1], width=1, window=WINDOW)[1:], narrow[:2])
+    assert torch.equal(outcome(device, [1, 0], width=32, window=WINDOW)[1], narrow[0])
+    assert not torch.equal(narrow, together)
 
 
 def test_bits_are_the_rows_own_business_interpreted() -> None:
     pytest.importorskip("triton")
     program = (
-        "import torch; from tests.kernels.test_attention_triton import check_bits;"
+        "import torch, tests.kernels.mend_interpreter;"
+        "from tests.kernels.test_attention_triton import check_bits;"
         "check_bits(torch.device('cpu'))"
     )
     done = subprocess.run(
@@ -90,12 +100,13 @@ def test_bits_are_the_rows_own_business_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_prompts_have_the_same_bits_however_they_are_cut_into_chunks() -> None:
     check_chunks(torch.device("cuda"))
+    check_chunks(torch.device("cuda"), window=100)
 
 
-def check_chunks(device: torch.device) -> None:
+def check_chunks(device: torch.device, window: int | None = None) -> None:
     from paceline.kernels.attention_triton import paged_attention
 
-    shape = Shape([(700, 700)], (8, 2), 64)
+    shape = Shape([(700, 700)], (8, 2), 64, window=window)
     qkv_TD, key, value, batch, scale = arguments(shape)(device, torch.float16)
     whole = paged_attention(qkv_TD, key, value, batch, scale)
     for begin, end in ((0, 300), (300, 700), (17, 520)):
@@ -104,6 +115,7 @@ def check_chunks(device: torch.device) -> None:
             query_len_B=torch.full_like(batch.query_len_B, end - begin),
             length_B=torch.full_like(batch.length_B, end),
             max_query_len=end - begin,
+            work=None,
         )
         found = paged_attention(qkv_TD[begin:end], key, value, part, scale)
         assert torch.equal(found, whole[begin:end]), (begin, end)

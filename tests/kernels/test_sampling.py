@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,22 @@ def test_thresholds_keep_what_sorting_keeps(
     knobs = knobs_of(rows)
     for found in (thresholds(logits, knobs), thresholds_reference(logits, knobs)):
         for row, knob, threshold in zip(logits.numpy(), rows, found.numpy(), strict=True):
-            assert set(np.flatnonzero(row >= threshold).tolist()) == kept_by_sorting(row, *knob[1:])
+            kept = set(np.flatnonzero(row >= threshold).tolist())
+            assert_kept(row, kept, knob[1:])
+
+
+def assert_kept(row: np.ndarray[Any, Any], kept: set[int], knob: tuple[int, float, float]) -> None:
+    """What sorting keeps; one token more or less only where the sum of the rest equals top_p."""
+    wanted = kept_by_sorting(row, *knob)
+    if kept == wanted:
+        return
+    top_k, top_p, min_p = knob
+    fewer, more = sorted((kept, wanted), key=len)
+    assert fewer < more
+    assert len(more) == len(fewer) + 1
+    weight = np.exp(row.astype(np.float64) - row.max())
+    total = weight[sorted(kept_by_sorting(row, top_k, 1.0, min_p))].sum()
+    assert abs(weight[sorted(fewer)].sum() / total - top_p) < 2e-6
 
 
 @settings(max_examples=40, deadline=None)

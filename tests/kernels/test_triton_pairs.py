@@ -15,6 +15,7 @@ INTERPRETED = (torch.float32, torch.float16)
 
 PROGRAM = """
 import sys, torch
+import tests.kernels.mend_interpreter
 from paceline.kernels.triton_cases import all_triton_cases, check
 from tests.kernels.test_triton_pairs import INTERPRETED
 failed = count = 0

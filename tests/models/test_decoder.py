@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.layers.linear import dense
 from paceline.layers.rope import inverse_frequencies
 from paceline.models.decoder import Decoder
-from paceline.models.layout import lay_out
+from paceline.models.layout import add_pages, lay_out
 from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes, load_decoder
 from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
@@ -41,7 +41,7 @@ def paged_logits(model: Decoder, ids: torch.Tensor, pieces: list[int]) -> torch.
     """Logits of `ids` computed in pieces over scattered pages, with a neighbour in the batch."""
     spec = model.spec
     pages, slots = Pages(40, 16, 4, 256, CPU), Slots(4, 256, 0, VOCAB, CPU)
-    layers = pages.add_layers(spec.num_layers, spec.num_kv_heads, spec.head_size, torch.float32)
+    layers = add_pages(pages, spec, torch.float32)
     count = -(-len(ids) // 16)
     pages.table_SP[1, :count] = torch.randperm(20)[:count].int()
     pages.table_SP[3, :count] = torch.arange(20, 20 + count).int()

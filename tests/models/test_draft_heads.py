@@ -18,9 +18,10 @@ from paceline.layers.linear import exact_linear
 from paceline.models.decoder import Decoder
 from paceline.models.draft_heads import EagleModel
 from paceline.models.head_loading import check_pair, eagle_shapes, load_eagle
+from paceline.models.head_spec import read_eagle_spec
 from paceline.models.layout import lay_out
 from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
-from paceline.models.spec import read_eagle_spec, read_spec
+from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
@@ -151,14 +152,18 @@ def broken(head: PlainEagle, what: str) -> str:
         return r"'model.fc.weight' has shape \[32, 40\]; config.json asks for \[32, 64\]"
     if what == "eagle3":
         config["draft_vocab_size"] = 32
-        return "EAGLE-3 head, which is not supported yet"
+        return 'EAGLE-3 head: give "method": "eagle3"'
+    if what == "nested":
+        config |= {"speculators_model_type": "eagle", "transformer_layer_config": {}}
+        return "EAGLE-1 head in the form of speculators"
     assert what == "eagle3 tensors"
     weights["d2t"] = torch.zeros(32, dtype=torch.int64)
-    return "EAGLE-3 head, which is not supported yet"
+    return 'EAGLE-3 head: give "method": "eagle3"'
 
 
 @pytest.mark.parametrize(
-    "what", ["hidden", "vocabulary", "rows", "tensor", "shape", "eagle3", "eagle3 tensors"]
+    "what",
+    ["hidden", "vocabulary", "rows", "tensor", "shape", "eagle3", "nested", "eagle3 tensors"],
 )
 def test_a_head_that_cannot_work_is_refused_with_the_numbers(
     folder: Path, reference: Any, target: Decoder, what: str

@@ -58,7 +58,7 @@ class Sequences:
         return list(logits.split(count.tolist()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("linear", [panels_fp32, narrow_panels])
 @torch.no_grad()
 def test_a_token_has_the_same_logits_in_any_batch_window_or_chunk(

@@ -15,13 +15,18 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.runner.startup import build_runner
 from paceline.step import Runner
 from tests.eagle import random_head, save_head
+from tests.eagle3 import random_eagle3, save_eagle3
+from tests.mtp import random_mtp, save_mtp
 from tests.tiny import VOCAB, save_tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("startup")
-    head = random_head(save_tiny(path / "target", "llama"))
+    target = save_tiny(path / "target", "llama")
+    head = random_head(target)
+    save_eagle3(path / "head3", random_eagle3(target))
+    save_mtp(path / "target_mtp", path / "target", random_mtp(target))
     save_head(path / "head", head)
     save_head(path / "wide_head", replace(head, config={**head.config, "hidden_size": 64}))
     save_tiny(path / "other_vocabulary", "llama", vocab_size=VOCAB + 8)
@@ -76,6 +81,54 @@ def test_an_eagle_head_adds_its_layer_and_limits_no_length(folder: Path) -> None
     assert (drafted.draft_lookahead, drafted.draft_reads_features) == (2, True)
     assert not plain.draft_reads_features
     assert drafted.max_model_len == 256  # the head says 8
+
+
+def test_every_head_adds_its_layer_to_the_cache_and_none_limits_the_length(folder: Path) -> None:
+    """Two layers of the target; those of these heads are as wide as one of them."""
+    options = {"kv_cache_memory_bytes": 1 << 18, "max_num_seqs": 64}
+    plain = build(folder, **options).info
+    model = str(folder / "target_mtp")
+    own = build(folder, **options, model=model, speculative_config=mtp()).info
+    spec = {**eagle(folder, "head3"), "method": "eagle3"}
+    for drafted in (build(folder, **options, speculative_config=spec).info, own):
+        assert drafted.num_pages == (plain.num_pages + 1) * 2 // 3 - 1
+        assert (drafted.draft_lookahead, drafted.draft_reads_features) == (2, True)
+        assert drafted.max_model_len == 256
+
+
+def mtp() -> dict[str, Any]:
+    return {"method": "deepseek_mtp", "num_speculative_tokens": 3}
+
+
+def test_a_heads_own_config_tells_its_method(folder: Path) -> None:
+    """Its folder's name says nothing; a method that was given is not put right in silence."""
+    spec = eagle(folder, "head3")
+    del spec["method"]
+    assert build(folder, speculative_config=spec).info.draft_reads_features
+    for method in ("eagle", "draft_model"):
+        with pytest.raises(CheckpointError, match='EAGLE-3 head: give "method": "eagle3"'):
+            build(folder, speculative_config={**spec, "method": method})
+
+
+def test_taps_may_be_given(folder: Path) -> None:
+    spec = {**eagle(folder, "head3"), "method": "eagle3"}
+    spec["eagle_aux_hidden_state_layer_ids"] = [2, 1, 0]
+    assert build(folder, speculative_config=spec).info.max_k == 3
+    spec["eagle_aux_hidden_state_layer_ids"] = [2, 1, 1]
+    with pytest.raises(CheckpointError, match=r"after layers \[2, 1, 1\] \(asked for\)"):
+        build(folder, speculative_config=spec)
+
+
+def test_a_target_without_an_mtp_layer_is_refused_before_weights_are_read(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no MTP layer: its config.json says"):
+        build(folder, speculative_config=mtp(), load_format="dummy")
+    info = build(
+        folder,
+        model=str(folder / "target_mtp"),
+        speculative_config=mtp(),
+        load_format="dummy",
+    ).info
+    assert info.max_k == 3
 
 
 def test_an_eagle_head_of_another_size_is_refused_before_weights_are_read(folder: Path) -> None:

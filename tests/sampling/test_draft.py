@@ -54,6 +54,30 @@ def test_sampled_drafts_come_from_the_distribution_that_is_stored() -> None:
     assert slots.draft_probs_SKV[:, [0, 2]].sum() == 0
 
 
+@pytest.mark.trap("I31")
+def test_a_reduced_vocabulary_gives_the_targets_ids_and_no_chance_to_the_rest() -> None:
+    """Greedy or sampled, tokens and distributions are the target's; the logits are the head's."""
+    slots = draft_slots(4)
+    slots.temperature_S[:4] = torch.tensor([0.0, 1.0, 0.5, 1.0])
+    token_of = torch.tensor([1, 4, 5, 9, 12])
+    narrow = some_logits(4)[:, :5].contiguous()
+    slot, position = torch.arange(4), torch.full((4,), 9)
+    ids = propose_tokens(narrow, slot, position, 0, slots, probabilistic=False, token_of_V=token_of)
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == token_of[narrow.argmax(-1)].tolist()
+    drawn = propose_tokens(
+        narrow, slot, position, 1, slots, probabilistic=True, token_of_V=token_of
+    )
+    assert set(drawn.tolist()) <= set(token_of.tolist())
+    assert slots.draft_probs_SKV is not None
+    stored = slots.draft_probs_SKV[:4, 1]
+    knobs = Knobs(
+        *(t[:4] for t in (slots.temperature_S, slots.top_k_S, slots.top_p_S, slots.min_p_S))
+    )
+    torch.testing.assert_close(stored[1:, token_of], distributions(narrow, knobs)[1:])
+    torch.testing.assert_close(stored.sum(-1), torch.ones(4))
+
+
 def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
     slots = draft_slots(1)
     slots.temperature_S.fill_(1.0)

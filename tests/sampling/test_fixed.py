@@ -91,8 +91,9 @@ class State:
             slots.features_S[slot] = features_of(asked)
         slots.tokens_SL.copy_(torch.from_numpy(generator.integers(0, 9, slots.tokens_SL.shape)))
         slots.num_tokens_S[:count] = torch.from_numpy(length).int()
-        # Some slots have no row, some rows do not sample, two are padding.
-        slot_B = np.append(generator.permutation(count)[:8], [count, count])
+        # Some slots have no row, some rows do not sample, two are padding; slot 5 wants logprobs.
+        order = generator.permutation(count)
+        slot_B = np.concatenate(([5], order[order != 5][:7], [count, count]))
         width_B = np.append(generator.integers(0, k + 2, 8), [0, 0])
         width_B[0] = k + 1
         draft_BK = generator.integers(0, 9, (len(slot_B), k))
@@ -264,7 +265,7 @@ def test_drafts_of_int32_rows_equal_those_of_the_kernel_contract() -> None:
 @pytest.mark.trap("E2", "E3")
 def test_rejection_at_fixed_shapes_keeps_the_targets_distribution() -> None:
     """One draft from a very different q: emitted tokens still follow p, the rejected ones too."""
-    count, vocab = 60_000, 5
+    count, vocab = 25_000, 5
     slots = Slots(1, 8, 1, vocab, CPU, draft_vocab_size=vocab)
     slots.temperature_S[0] = 0.9
     slots.top_p_S[0] = 0.97

@@ -38,7 +38,14 @@ class Split(NamedTuple):
 @cache
 def tickets(device: torch.device) -> Tensor:
     """int32 [MOST_ROWS], zero between kernels: 512 KiB for each device, once."""
-    return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+    return kept_tensor(0, MOST_ROWS, device=device)
+
+
+def kept_tensor(value: int, *shape: int, device: torch.device) -> Tensor:
+    """int32, for all steps: a graph that made it itself would take it along when it goes."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("A kernel's lasting memory is missing: run the step once, then capture.")
+    return torch.full(shape, value, dtype=torch.int32, device=device)
 
 
 @triton.jit

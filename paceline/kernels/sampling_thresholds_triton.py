@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.chunks_triton import (
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.sampling_chunks_triton import (
     MOST_ROWS,
     NUM_WARPS,
     Split,
@@ -30,9 +32,7 @@ from paceline.kernels.chunks_triton import (
     sharpness,
     tickets,
 )
-from paceline.kernels.guess_triton import guess
-from paceline.kernels.rows import WindowRows
-from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.sampling_guess_triton import guess
 
 # What is known of a row.
 SETTLED = tl.constexpr(0)  # nobody looks, or greedy, or broken: its token stands
@@ -210,7 +210,7 @@ def _survey_kernel(  # noqa: PLR0913
         is_drawn = (temperature > 0) & (is_bad == 0)
         is_open = (top_k > 0) & (top_k < vocab_size) | (top_p < 1) | (min_p > 0) & (with_mass > 0)
         # A threshold must never pass the best token, whatever rounding did.
-        low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-38)), best)
+        low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-37)), best)
         low = tl.where(min_p > 0, low, float("-inf"))
         state = tl.where(is_drawn, tl.where(is_open, OPEN, CUT), SETTLED)
         tl.store(token_N + row, token)

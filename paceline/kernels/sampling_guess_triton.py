@@ -1,4 +1,4 @@
-"""Where a row's cut may be, from a sample of it: the values that `thresholds_triton` tries.
+"""Where a row's cut may be, from a sample of it: what `sampling_thresholds_triton` tries.
 
 Device functions only. Nothing here decides a token: a guess that is off costs time.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PIECE = tl.constexpr(256)
+_PIECE = tl.constexpr(128)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def guess(  # noqa: PLR0913
     GRID: tl.constexpr,
     TRIED: tl.constexpr,
 ):
-    """TRIED logits around the cut: 0 is `low`, half are about one of the cuts, half about the other.
+    """TRIED logits around the cut: the first is `low`; with two cuts each gets half of them.
 
     What is below a value is estimated, not what is above it: the total is known, and below are many
     small ones, which a sample knows well, while few large ones may be above.

@@ -1,4 +1,4 @@
-"""The last part of `thresholds_triton`: the exact cut of a row, between two values around it.
+"""The last part of `sampling_thresholds_triton`: a row's exact cut, between two values around it.
 
 The few values between are gathered and searched; where too many lie close together for that, the
 row itself is walked in every round. A row whose winner was drawn too early is drawn again.
@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.chunks_triton import (
+from paceline.kernels.rng_triton import SAMPLE, stream_key
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.sampling_chunks_triton import (
     NUM_WARPS,
     from_ordered_bits,
     ordered_bits,
     sharpness,
 )
-from paceline.kernels.race_triton import race
-from paceline.kernels.rng_triton import SAMPLE, stream_key
-from paceline.kernels.rows import WindowRows
-from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.thresholds_triton import CUT, OPEN, UNSURE, Cuts
+from paceline.kernels.sampling_race_triton import race
+from paceline.kernels.sampling_thresholds_triton import CUT, OPEN, UNSURE, Cuts
 
 # Masses are whole numbers of this part of the best token's, so that their sum does not depend on
 # the order in which programs gathered them.
@@ -34,7 +34,7 @@ _WALKED = 1024
 def finish_cuts(
     logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, cuts: Cuts, *, is_drawn: bool
 ) -> None:
-    """Thresholds and masses of OPEN rows; or, once all are drawn, what is missing of UNSURE ones."""
+    """Thresholds and masses of OPEN rows; once all are drawn, of UNSURE ones, and their tokens."""
     num_rows, vocab_size = logits_NV.shape
     gathered = cuts.gathered_NL.shape[1]
     step = min(_STEP, triton.next_power_of_2(vocab_size))
@@ -149,7 +149,7 @@ def _search_kernel(  # noqa: PLR0913
     tl.store(sure_N + row, threshold)
     tl.store(mass_N + row, mass.to(tl.float32))
     tl.store(state_N + row, CUT)
-    if IS_DRAWN:
+    if IS_DRAWN:  # noqa: SIM102
         # The winner among more tokens than are kept is the winner, if it is kept itself.
         if tl.load(logits_V + tl.load(token_N + row)).to(tl.float32) < threshold:
             position = tl.load(length_B + row // width) + row % width
@@ -170,7 +170,9 @@ def _draw_again(logits_V, vocab_size, threshold, temperature, key_1, key_2, WALK
         place = start + tl.arange(0, WALKED)
         logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
         if tl.max(logit) >= threshold:
-            score, found = race(logits_V, logit, start, threshold, temperature, key_1, key_2)
+            score, found = race(
+                logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
+            )
             token = tl.where(score > best, found, token)
             best = tl.maximum(score, best)
         start += WALKED

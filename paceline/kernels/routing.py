@@ -1,0 +1,67 @@
+"""Which experts a token takes, and with what weight: from the router's logits. The torch reference.
+
+Never multiplies: the router's product is layers/moe's, the experts' are kernels/experts'.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Where a score is not a number, or none at all: two of them can be added.
+NO_SCORE = -1e30
+# What the sum of sigmoids is raised by before others are divided by it.
+TINY = 1e-20
+
+
+class Routing(NamedTuple):
+    """How experts are chosen."""
+
+    num_chosen: int
+    is_sigmoid: bool = False  # else softmax over all experts
+    is_normed: bool = True  # weights of the chosen are divided by their sum
+    scaling: float = 1.0
+    num_groups: int = 1  # groups with the best pairs of experts are kept before the choice
+    num_chosen_groups: int = 1
+
+
+def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+    """Experts int32 [T, k] by falling score, ties by rising id, and their fp32 weights [T, k].
+
+    The bias, if any, takes part in the choice and not in the weights. A row with a NaN gets valid
+    experts and weights that are NaN.
+    """
+    logits_TE = logits_TE.float()
+    if how.is_sigmoid:
+        score_TE = choice_TE = torch.sigmoid(logits_TE)
+    else:
+        # Softmax keeps the order, and the logits have no ties that rounding made.
+        score_TE, choice_TE = torch.softmax(logits_TE, dim=1), logits_TE
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E
+    choice_TE = torch.where(choice_TE >= NO_SCORE, choice_TE, NO_SCORE)
+    if how.num_groups > 1:
+        choice_TE = _in_best_groups(choice_TE, how)
+    chosen_TK = _best(choice_TE, how.num_chosen)
+    weight_TK = score_TE.gather(1, chosen_TK)
+    if how.is_normed:
+        least = TINY if how.is_sigmoid else 0.0
+        weight_TK = weight_TK / (weight_TK.sum(1, keepdim=True) + least)
+    return chosen_TK.int(), weight_TK * how.scaling
+
+
+def _in_best_groups(choice_TE: Tensor, how: Routing) -> Tensor:
+    """A group is as good as its two best experts together; those of others cannot be chosen."""
+    choice_TGE = choice_TE.unflatten(1, (how.num_groups, -1))
+    pair_TG = choice_TGE.topk(2, dim=2).values.sum(2)
+    kept_TG = torch.zeros_like(pair_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, _best(pair_TG, how.num_chosen_groups), True)
+    kept_TGE: Tensor = choice_TGE.masked_fill(~kept_TG.unsqueeze(2), float("-inf"))
+    return kept_TGE.flatten(1)
+
+
+def _best(score_TE: Tensor, count: int) -> Tensor:
+    """topk leaves open who wins a tie; a stable sort does not."""
+    return score_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,0 +1,30 @@
+"""Dependent launches: a kernel may be launched while the one in front still runs.
+
+Every kernel that is launched so waits, before it touches anything that another one writes; whoever
+left the wait out would let the kernel behind it run ahead of the kernel in front.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+# The interpreter runs one kernel after the other anyway, and knows no such instructions.
+IS_DEPENDENT: bool = not triton.knobs.runtime.interpret
+
+
+def dependent() -> dict[str, Any]:
+    """Launch options, and the constexpr that `wait_for_input` takes."""
+    options: dict[str, Any] = {"IS_DEPENDENT": IS_DEPENDENT}
+    return {**options, "launch_pdl": True} if IS_DEPENDENT else options
+
+
+@triton.jit
+def wait_for_input(IS_DEPENDENT: tl.constexpr):
+    """Until the kernel in front has written everything. The next one may be launched now."""
+    if IS_DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()

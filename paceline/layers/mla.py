@@ -1,0 +1,74 @@
+"""Multi-head latent attention in its absorbed form: heads are queries of one narrow KV row.
+
+What the KV projection would make of every cached latent is done to queries and results instead:
+(q Wk) . latent = q . (Wk latent), and the sum of weighted latents goes through Wv once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.dispatch import LatentKernels
+from paceline.kernels.mla import LatentNorm
+from paceline.layers.attention import ForwardInputs
+from paceline.layers.linear import Linear
+from paceline.state.pages import LayerPages
+
+
+@dataclass(slots=True)
+class QueryRank:
+    """Queries by way of a narrow, normed vector."""
+
+    norm_Q: Tensor
+    eps: float
+    up: Linear
+
+    @property
+    def size(self) -> int:
+        return len(self.norm_Q)
+
+
+@dataclass(slots=True)
+class LatentAttention:
+    """An `Attention` block. Rotary parts hold interleaved pairs."""
+
+    down: Linear  # to the queries, or what they are made of, then the latent, then its rotary key
+    query: QueryRank | None  # None: `down` gives the queries themselves
+    key_NQL: Tensor  # by head: from a query without its rotary part to the latents' space
+    value_NLV: Tensor  # by head: from a latent to a value
+    norm: LatentNorm
+    o: Linear
+    kernels: LatentKernels
+    scale: float
+
+    def __call__(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+    ) -> Tensor:
+        num_heads, latent_size, value_size = self.value_NLV.shape
+        row_size = pages.key_NSH.shape[-1]
+        down_TD = self.down(x_TD)
+        query_TD, kv_TH = down_TD.split((down_TD.shape[1] - row_size, row_size), dim=1)
+        if self.query is not None:
+            normed_TQ = self.kernels.rms_norm(query_TD, self.query.norm_Q, self.query.eps)
+            query_TD = self.query.up(normed_TQ)
+        query_TNH = query_TD.unflatten(1, (num_heads, -1))
+        rows_TNH = query_TD.new_empty(len(x_TD), num_heads, row_size)
+        self.kernels.place_latent(
+            query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, pages.key_NSH, inputs.page_slot_T
+        )
+        nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
+        torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
+        seen_TNL = self.kernels.mla_attention(
+            rows_TNH, pages.key_NSH, inputs.attention, self.scale, latent_size
+        )
+        value_TNV = query_TD.new_empty(len(x_TD), num_heads, value_size)
+        torch.bmm(seen_TNL.transpose(0, 1), self.value_NLV, out=value_TNV.transpose(0, 1))
+        return self.o(value_TNV.flatten(1))
+
+    @property
+    def nbytes(self) -> int:
+        linears = self.down.nbytes + self.o.nbytes + (self.query.up.nbytes if self.query else 0)
+        return linears + self.key_NQL.nbytes + self.value_NLV.nbytes

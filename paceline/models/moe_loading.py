@@ -1,0 +1,168 @@
+"""Checkpoint tensors to a block of experts: per expert or fused, under any family's names.
+
+Every layer is looked at for itself, for one checkpoint may hold both layouts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.dispatch import Kernels, pick_moe_kernels
+from paceline.kernels.experts import ExpertWeights
+from paceline.kernels.routing import Routing
+from paceline.layers.linear import CudaLinear, Linear, exact_linear
+from paceline.layers.mlp import GatedMlp, Mlp
+from paceline.layers.moe import Experts, MoeMlp, Router, SeparateExperts, StackedExperts
+from paceline.models.spec import ModelSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from paceline.models.loading import Reader
+
+Shape = tuple[str, tuple[int, ...]]
+# Mixtral's block and matrices had names of their own before transformers 5.
+_OLD_BLOCK, _BLOCK = "block_sparse_moe.", "mlp."
+_MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+class _Names(NamedTuple):
+    """Where the tensors of one layer's experts are."""
+
+    block: str  # prefix of all
+    gate_up: str | None  # fused: [E, 2I, H]
+    down: str | None  # fused: [E, H, I]
+    matrices: tuple[str, str, str]  # of an expert, where they are not fused
+
+    def expert(self, index: int, matrix: int) -> str:
+        return f"{self.block}experts.{index}.{self.matrices[matrix]}"
+
+
+def _find(at: str, names: set[str] | None) -> _Names:
+    """`names` None: nothing is stored, and what is made up comes fused: few, large tensors."""
+    new, olds = _MATRICES
+    probes = ("gate.weight", "experts.gate_up_proj", f"experts.0.{olds[0]}.weight")
+    is_old = names is not None and any(f"{at}{_OLD_BLOCK}{x}" in names for x in probes)
+    block = at + (_OLD_BLOCK if is_old else _BLOCK)
+    fused = [f"{block}experts.{x}" for x in ("gate_up_proj", "down_proj")]
+    gate_up, down = (n if names is None or n in names else None for n in fused)
+    has_olds = names is not None and any(f"{block}experts.0.{x}.weight" in names for x in olds)
+    return _Names(block, gate_up, down, olds if has_olds else new)
+
+
+def moe_shapes(spec: ModelSpec, moe: MoeSpec, at: str, names: set[str] | None) -> list[Shape]:
+    """Every tensor of the block at `at`, in the layout that a checkpoint with `names` has."""
+    width, inner, count = spec.hidden_size, moe.inner_size, moe.num_experts
+    found = _find(at, names)
+    shapes: list[Shape] = [(found.block + "gate.weight", (count, width))]
+    if moe.router == "sigmoid":
+        shapes.append((found.block + "gate.e_score_correction_bias", (count,)))
+    if found.gate_up is not None:
+        shapes.append((found.gate_up, (count, 2 * inner, width)))
+    else:
+        pairs = ((i, m) for i in range(count) for m in (0, 1))
+        shapes += [(found.expert(i, m) + ".weight", (inner, width)) for i, m in pairs]
+    if found.down is not None:
+        shapes.append((found.down, (count, width, inner)))
+    else:
+        shapes += [(found.expert(i, 2) + ".weight", (width, inner)) for i in range(count)]
+    if moe.shared_inner_size:
+        shared = found.block + "shared_experts."
+        for name in ("gate_proj", "up_proj"):
+            shapes.append((f"{shared}{name}.weight", (moe.shared_inner_size, width)))
+        shapes.append((f"{shared}down_proj.weight", (width, moe.shared_inner_size)))
+    return shapes
+
+
+def load_moe(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernels) -> Mlp:
+    """The MLP block of layer `index`, whose names begin with `at` ("model.layers.3.")."""
+    moe = spec.experts_of(index)
+    if moe is None:
+        return load_gated(read, at + "mlp.", kernels)
+    found = _find(at, read.source.names())
+    device = read.formats.device
+    bias = None
+    if moe.router == "sigmoid":
+        # Added to scores that are near each other: never rounded.
+        stored = read.source.load(found.block + "gate.e_score_correction_bias")
+        bias = stored.to(device, torch.float32)
+    fast = pick_moe_kernels(device)
+    shared = found.block + "shared_experts."
+    return MoeMlp(
+        router=Router(_load_router(read, found), bias, routing_of(moe), fast.route),
+        experts=_load_experts(moe, read, found, kernels),
+        shared=load_gated(read, shared, kernels) if moe.shared_inner_size else None,
+    )
+
+
+def _load_router(read: Reader, found: _Names) -> Linear:
+    """Its logits are fp32 sums everywhere: choices hang on small differences."""
+    weight, formats = read.tensor(found.block + "gate.weight"), read.formats
+    if not formats.has_fixed_shapes:
+        return exact_linear(formats.device)(weight, None)
+    router = CudaLinear(weight.to(formats.device, formats.compute), None)
+    router.out_dtype = torch.float32
+    return router
+
+
+def load_gated(read: Reader, at: str, kernels: Kernels) -> GatedMlp:
+    """One ordinary MLP."""
+    return GatedMlp(
+        gate_up=read.linear([at + "gate_proj", at + "up_proj"]),
+        down=read.linear([at + "down_proj"]),
+        silu_and_mul=kernels.silu_and_mul,
+    )
+
+
+def routing_of(moe: MoeSpec) -> Routing:
+    return Routing(
+        num_chosen=moe.num_chosen,
+        is_sigmoid=moe.router == "sigmoid",
+        is_normed=moe.is_normed,
+        scaling=moe.scaling,
+        num_groups=moe.num_groups,
+        num_chosen_groups=moe.num_chosen_groups,
+    )
+
+
+def _load_experts(moe: MoeSpec, read: Reader, found: _Names, kernels: Kernels) -> Experts:
+    formats = read.formats
+    if formats.has_fixed_shapes:
+        weights = ExpertWeights(
+            _stacked(moe, read, found, (0, 1), found.gate_up),
+            _stacked(moe, read, found, (2,), found.down),
+        )
+        return StackedExperts(weights, pick_moe_kernels(formats.device).apply_experts)
+    gate_up = _separate(moe, read, found, (0, 1), found.gate_up)
+    down = _separate(moe, read, found, (2,), found.down)
+    pairs = zip(gate_up, down, strict=True)
+    return SeparateExperts([GatedMlp(*pair, kernels.silu_and_mul) for pair in pairs])
+
+
+def _separate(
+    moe: MoeSpec, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
+) -> list[Linear]:
+    if fused is not None:
+        return [read.formats.linear(x.contiguous(), None) for x in read.tensor(fused)]
+    experts = range(moe.num_experts)
+    return [read.linear([found.expert(i, m) for m in parts]) for i in experts]
+
+
+def _stacked(
+    moe: MoeSpec, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
+) -> Tensor:
+    """One tensor of all experts on the device, filled expert by expert."""
+    formats = read.formats
+    if fused is not None:
+        return read.tensor(fused).to(formats.device, formats.compute).contiguous()
+    stack: Tensor | None = None
+    for i in range(moe.num_experts):
+        rows = [read.tensor(found.expert(i, m) + ".weight") for m in parts]
+        if stack is None:
+            shape = (moe.num_experts, sum(len(x) for x in rows), rows[0].shape[1])
+            stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
+        for place, part in zip(stack[i].split([len(x) for x in rows]), rows, strict=True):
+            place.copy_(part)
+    assert stack is not None
+    return stack

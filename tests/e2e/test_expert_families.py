@@ -1,0 +1,42 @@
+"""Experts and sliding windows end to end: the ladder for Mixtral and Qwen3-MoE.
+
+Every rung runs in both layouts: the CPU's own, and the fixed shapes that CUDA captures.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.runner import startup
+from tests.e2e.ladder import AXES, Rung, Workshop, pairwise
+from tests.e2e.test_fixed_steps import build_on_cpu
+from tests.e2e.test_ladder import check
+from tests.tiny import MOE_FAMILIES
+
+MOE_AXES = {
+    **AXES,
+    "family": MOE_FAMILIES,
+    "drafter": ("none", "ngram", "draft_model", "eagle"),
+    "run_ahead": (0, 2),
+    "k": (2, 7),
+    "chunk": (2048, 16),
+}
+RUNGS = pairwise(MOE_AXES)
+
+
+@pytest.mark.trap("C10")
+@pytest.mark.parametrize("rung", RUNGS, ids=str)
+def test_greedy_tokens_equal_the_reference(rung: Rung, workshop: Workshop) -> None:
+    seen = check(rung, workshop)
+    # A window frees pages as it goes: what is tight for others may be enough.
+    has_window = rung.family == "mixtral-window"
+    assert rung.pool != "tight" or has_window or seen["preemptions"] > 0, "meant to preempt"
+
+
+@pytest.mark.trap("C10")
+@pytest.mark.parametrize("rung", RUNGS, ids=str)
+def test_greedy_tokens_equal_the_reference_with_fixed_shapes(
+    rung: Rung, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    check(rung, workshop)

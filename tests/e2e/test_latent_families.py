@@ -1,0 +1,38 @@
+"""Latent attention and sigmoid routers end to end: the ladder for DeepSeek-V3 and GLM-4.7-Flash.
+
+Every rung runs in both layouts: the CPU's own, and the fixed shapes that CUDA captures.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.runner import startup
+from tests.e2e.ladder import AXES, Rung, Workshop, pairwise
+from tests.e2e.test_fixed_steps import build_on_cpu
+from tests.e2e.test_ladder import check
+from tests.tiny import LATENT_FAMILIES
+
+LATENT_AXES = {
+    **AXES,
+    "family": LATENT_FAMILIES,
+    "drafter": ("none", "ngram", "draft_model", "mtp"),
+    "run_ahead": (0, 2),
+    "k": (2, 7),
+    "chunk": (2048, 16),
+}
+RUNGS = pairwise(LATENT_AXES)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=str)
+def test_greedy_tokens_equal_the_reference(rung: Rung, workshop: Workshop) -> None:
+    seen = check(rung, workshop)
+    assert rung.pool != "tight" or seen["preemptions"] > 0, "this rung was meant to preempt"
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=str)
+def test_greedy_tokens_equal_the_reference_with_fixed_shapes(
+    rung: Rung, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    check(rung, workshop)
