@@ -65,7 +65,7 @@ def judge(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, drafts: Sampled
 
 
 @triton.jit(do_not_specialize=["width", "draft_stride"])
-def _judge_kernel(  # noqa: PLR0913, PLR0915
+def _judge_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
     vocab_size,

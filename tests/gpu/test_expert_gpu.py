@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.e2e.ladder import Rung, Workshop, pairwise
 from tests.e2e.test_expert_families import MOE_AXES
 from tests.e2e.test_ladder import check
-from tests.gpu.engines import DEVICE
+from tests.gpu.engines import DEVICE, knows_family
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.gpu
 KNOWN = {"mixtral": "mixtral", "mixtral-window": "mixtral", "qwen3-moe": "qwen3_moe"}
 GPU_AXES: dict[str, tuple[Any, ...]] = {
     **MOE_AXES,
-    "family": tuple(f for f, name in KNOWN.items() if find_spec(f"transformers.models.{name}")),
+    "family": tuple(f for f, name in KNOWN.items() if knows_family(name)),
     "k": (1, 4),
     "device": (DEVICE,),
     "eager": (False, True),
