@@ -27,7 +27,8 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: list[str], *argv: str) -> int:
 def test_each_line_gets_an_answer_and_its_cost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(monkeypatch, ["hello"], "slots=2", "--max-tokens", "10") == 0
+    # Tokens that come one by one: there is no rate to show when all arrive together.
+    assert talk(monkeypatch, ["hello"], "slots=2 delay_s=0.002", "--max-tokens", "10") == 0
     captured = capsys.readouterr()
     assert captured.out == "user:hello\n"
     assert "[10 tokens, " in captured.err
