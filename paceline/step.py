@@ -147,6 +147,8 @@ class RunnerInfo:
     draft_reads_features: bool = False
     # Positions up to a sequence's next one, itself included, that some layer may read; None: all.
     kv_window: int | None = None
+    # Steps have fixed shapes: a row pays for its k whether the drafter found anything or not.
+    pays_for_missing_drafts: bool = False
     max_num_batched_tokens: int = 2048  # where the configuration leaves it open
     model_name: str = ""
     device: str = "cpu"

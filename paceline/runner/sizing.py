@@ -72,18 +72,12 @@ class StepSizes:
     """The largest step of a model: what it holds beside weights, state and pages."""
 
     tokens: int
-    logits_rows: int
     layer_width: int  # numbers of one token that live at once inside a layer
-    vocab_size: int
     itemsize: int
+    logits_bytes: int  # of all rows that sample, and what the costliest tail keeps beside them
 
 
 def step_bytes(models: list[StepSizes]) -> int:
     """Bytes that a step needs at most. Models run one after the other in the same memory."""
-    largest = 0.0
-    for m in models:
-        activations = m.tokens * m.layer_width * m.itemsize * _ACTIVATIONS
-        # As the head gives them, and in fp32 once more for the processors.
-        logits = m.logits_rows * m.vocab_size * (m.itemsize + 4)
-        largest = max(largest, activations + logits)
-    return int(largest) + GRAPH_BYTES
+    activations = (m.tokens * m.layer_width * m.itemsize * _ACTIVATIONS for m in models)
+    return int(max(activations)) + max(m.logits_bytes for m in models) + GRAPH_BYTES

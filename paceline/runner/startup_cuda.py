@@ -11,6 +11,7 @@ import torch
 
 from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
+from paceline.drafters.base import Drafter
 from paceline.kernels.finish import Forced
 from paceline.kernels.step_rows import PacketLayout
 from paceline.layers.linear import cuda_linear, dense
@@ -31,6 +32,7 @@ from paceline.runner.fixed_step import FixedDevice
 from paceline.runner.shapes import EAGER_TOKENS, Buckets
 from paceline.runner.sizing import MemoryReading, StepSizes, num_pages, page_bytes, step_bytes
 from paceline.sampling.custom import CustomProcessors
+from paceline.sampling.fixed import scratch_bytes
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import (
@@ -45,9 +47,6 @@ from paceline.step import Runner, RunnerInfo
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# A window opens so many pages at most; prompts bring theirs when they are admitted.
-APPENDS_PER_ROW = 2
-SPARE_APPENDS = 64
 
 
 def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.device) -> Runner:
@@ -69,12 +68,13 @@ def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.d
     layers = [_layers(pages, f, dtype) for f in found]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     rates = forced_rates(config.speculative)
-    layout = PacketLayout(capacity.rows, capacity.rows * APPENDS_PER_ROW + SPARE_APPENDS)
+    drafter = make_drafter(config.speculative, head)
+    layout = PacketLayout(capacity.rows, _most_appends(capacity, drafter, pages.page_size))
     ring = make_ring(capacity, layout, device)
     fixed = FixedDevice(
         model=model,
         layer_pages=layers[0],
-        drafter=make_drafter(config.speculative, head),
+        drafter=drafter,
         slots=slots,
         pages=pages,
         state=slot_tensors(slots, pages),
@@ -138,6 +138,16 @@ def _capacity(config: EngineConfig, slots: Slots) -> Capacity:
     return Capacity(slots.num_slots, tokens, slots.max_k)
 
 
+def _most_appends(capacity: Capacity, drafter: Drafter, page_size: int) -> int:
+    """Pages that the rows of one step may open; prompts bring theirs when they are admitted.
+
+    A row's bound moves by a window at most, by another one where its k grew, and the drafter
+    looks ahead of it.
+    """
+    positions = 2 * (capacity.k + 1) + drafter.lookahead
+    return capacity.rows * (-(-positions // page_size) + 1)
+
+
 def _num_pages(
     config: EngineConfig,
     found: list[Found],
@@ -169,12 +179,12 @@ def _num_pages(
 def _sizes(found: Found, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
     spec = found.spec
     qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    rows, vocab_size = capacity.logits, spec.vocab_size
     return StepSizes(
         tokens=capacity.tokens + capacity.rows,
-        logits_rows=capacity.logits,
         layer_width=4 * spec.hidden_size + 2 * qkv_width + spec.mlp_width,
-        vocab_size=spec.vocab_size,
         itemsize=dtype.itemsize,
+        logits_bytes=4 * rows * vocab_size + scratch_bytes(rows, vocab_size),
     )
 
 
@@ -197,6 +207,7 @@ def _info(
         draft_lookahead=device.drafter.lookahead,
         draft_reads_features=device.drafter.reads_features,
         kv_window=kv_window(found),
+        pays_for_missing_drafts=True,
         max_num_batched_tokens=config.scheduler.sizes[1],
         model_name=found[0].files.name,
         device=torch.cuda.get_device_name() if slots.device.type == "cuda" else "cpu",

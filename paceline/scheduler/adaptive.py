@@ -1,7 +1,8 @@
 """How many drafts each request should verify: k follows the request's own acceptance.
 
-Never changes tokens, only how many drafts a step looks at. Rejected drafts lower k; a drafter
-that proposed nothing does not, because nothing was computed for it.
+Never changes tokens, only how many drafts a step looks at. Rejected drafts lower k. A drafter that
+proposed nothing does not, where nothing was computed for it; with fixed shapes the row was computed
+all the same, and a missing draft counts as a wrong one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class DraftLengths:
     def __init__(self, info: RunnerInfo, speculative: SpeculativeConfig | None) -> None:
         rows = info.num_slots + 1  # one for rows whose requests left their slots
         self.max_k = info.max_k
+        self._counts_missing = info.pays_for_missing_drafts
         self._is_adaptive = bool(info.max_k and speculative and speculative.adaptive)
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
         self._k_S = np.zeros(info.num_slots, np.int32)
@@ -51,11 +53,11 @@ class DraftLengths:
             return np.maximum(self._k_S, np.minimum(self._cap_S, PROBE_K))
         return self._k_S
 
-    def learn(self, slots: Rows, result: StepResult) -> None:
-        """Rows that verified drafts say how many were right."""
+    def learn(self, slots: Rows, k_B: Ints, result: StepResult) -> None:
+        """Rows that had room for k drafts say how many there were and how many were right."""
         if not self._is_adaptive:
             return
-        self._drafted_S[slots] += result.num_drafts_B
+        self._drafted_S[slots] += k_B if self._counts_missing else result.num_drafts_B
         self._accepted_S[slots] += result.num_accepted_B
         if result.step % DECIDE_EVERY == 0:
             self._decide()

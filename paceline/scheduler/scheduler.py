@@ -212,7 +212,7 @@ class Scheduler:
         if flight.strays:
             emitted = without_rows(emitted, self._settle_strays(flight, result))
         table.commit(flight, result)
-        self._draft_lengths.learn(flight.slots, result)
+        self._draft_lengths.learn(flight.slots, plan.k_B, result)
         if plan.late_B is not None:
             self._accept_constrained(flight, result)
         if np.count_nonzero(result.done_B):

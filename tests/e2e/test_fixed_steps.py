@@ -79,6 +79,19 @@ def test_every_sampling_feature_gives_the_tokens_of_the_cpu_path(
         assert_same_logprobs(got.prompt_logprobs, want.prompt_logprobs)
 
 
+def test_a_step_may_open_several_pages_of_every_row(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of one token: a window of eight opens eight, in forty rows at once."""
+    spec = {**NGRAM, "num_speculative_tokens": 7}
+    options = {"block_size": 1, "max_num_seqs": 40, "max_num_batched_tokens": 400}
+    prompts = [[*PROMPTS[11], 3 + i] for i in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
+    wanted = run(workshop, prompts, params, spec, **options)
+    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    assert tokens(run(workshop, prompts, params, spec, **options)) == tokens(wanted)
+
+
 def assert_same_logprobs(got: Any, want: Any) -> None:
     assert (got is None) == (want is None)
     for one, other in zip(got or (), want or (), strict=True):

@@ -13,9 +13,10 @@ from tests.fakes import runner_info
 K = 5
 
 
-def lengths(*, adaptive: bool = True) -> DraftLengths:
+def lengths(*, adaptive: bool = True, pays: bool = False) -> DraftLengths:
     spec = SpeculativeConfig(method="ngram", num_speculative_tokens=K, adaptive=adaptive)
-    return DraftLengths(runner_info(max_k=K, num_slots=2), spec)
+    info = runner_info(max_k=K, num_slots=2, pays_for_missing_drafts=pays)
+    return DraftLengths(info, spec)
 
 
 def learn(draft: DraftLengths, steps: int, drafts: int, accepted: int, first: int = 2) -> None:
@@ -24,7 +25,7 @@ def learn(draft: DraftLengths, steps: int, drafts: int, accepted: int, first: in
         result = StepResult(
             step, none, none[:, None], none, none + np.int32(drafts), none + np.int32(accepted)
         )
-        draft.learn(np.zeros(1, np.intp), result)
+        draft.learn(np.zeros(1, np.intp), draft.wanted(step)[:1], result)
 
 
 def k_of(draft: DraftLengths, step: int = 5) -> int:
@@ -52,6 +53,17 @@ def test_a_drafter_without_a_match_costs_nothing_and_lowers_nothing() -> None:
     draft.start(0, None)
     learn(draft, steps=200, drafts=0, accepted=0)
     assert k_of(draft) == K
+
+
+def test_with_fixed_shapes_a_drafter_without_a_match_is_not_waited_for() -> None:
+    """The row is computed at its full width, whether there are drafts or not."""
+    draft = lengths(pays=True)
+    draft.start(0, None)
+    learn(draft, steps=40, drafts=0, accepted=0)
+    assert k_of(draft) == 0
+    learn(draft, steps=1, drafts=0, accepted=0, first=2 * PROBE_PERIOD)  # proposes
+    learn(draft, steps=7, drafts=PROBE_K, accepted=PROBE_K, first=2 * PROBE_PERIOD + 1)
+    assert k_of(draft) > 0
 
 
 def test_accepted_drafts_keep_k_and_never_exceed_what_was_asked_for() -> None:
