@@ -26,7 +26,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.messages import decode_submit, encode_submit
 from paceline.request import Done, EngineRequest, SamplingParams
-from paceline.step import LateMasks, RunnerInfo, StepPlan, StepResult
+from paceline.step import Extent, LateMasks, RunnerInfo, StepPlan, StepResult
 
 PROMPT_TOKENS = 96
 VOCAB = 32_000
@@ -49,6 +49,9 @@ class ReadyStep:
 class NullRunner:
     """Knows lengths, computes nothing. `cpu_s` is its own time, not the engine's."""
 
+    has_spare_work = False
+    lockstep = None
+
     def __init__(self, rows: int, k: int, max_model_len: int) -> None:
         pages = rows * max_model_len // 16
         self._info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, k, k)
@@ -62,6 +65,9 @@ class NullRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return plan.extent()
 
     def launch(self, plan: StepPlan) -> ReadyStep:
         start_s = time.thread_time()

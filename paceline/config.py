@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, nearest
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 DEVICES = ("auto", "cpu", "cuda")
 GIB = 1 << 30
 
@@ -99,7 +100,17 @@ class DeviceConfig:
     cpu_threads: int | None = _opt(None, "threads of the device step on CPU (ours)")
     tensor_parallel_size: int = _opt(1, "ranks that share each layer")
     data_parallel_size: int = _opt(1, "replicas that share the load")
-    enable_expert_parallel: bool = _opt(False, "spread experts over the ranks")
+    enable_expert_parallel: bool = _opt(False, "spread experts over all ranks")
+    all2all_backend: All2AllBackend = _opt(
+        "allgather_reducescatter", "how rows and spread experts find each other"
+    )
+    distributed_executor_backend: str | None = _opt(
+        None, "mp: ranks are processes of this machine, the only one so far"
+    )
+    stall_timeout: float = _opt(60.0, "seconds that a rank waits for another (ours)")
+    check_collectives: bool = _opt(False, "compare every collective first; slow (ours)")
+    force_collectives: bool = _opt(False, "groups of one rank talk too, for tests (ours)")
+    share_gpu: bool = _opt(False, "several ranks on one GPU, slowly and eagerly (ours)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +132,8 @@ class SpeculativeConfig:
     adaptive: bool = True
     # eagle3: after how many layers the target is read; else what the head's config.json says
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    # 1: whole on every rank; None: as many parts as the target has
+    draft_tensor_parallel_size: int | None = None
     # the method comes from the model's name only; its config.json may know better
     method_is_guessed: bool = False
 
@@ -174,8 +187,6 @@ class SpeculativeConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         values = dict(values)
         known = {f.name for f in fields(cls)}
-        if values.pop("draft_tensor_parallel_size", 1) != 1:
-            raise ConfigError("draft_tensor_parallel_size is not supported yet; only 1 is.")
         for name in values:
             if name not in known:
                 raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, known)}")
@@ -285,11 +296,35 @@ class EngineConfig:
                 f'method "mtp" drafts with a layer of the target itself; leave "model" ({own!r}) '
                 "away."
             )
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(d, name) != 1:
-                raise ConfigError(f"{name}={getattr(d, name)} is not supported yet; only 1 is.")
-        if d.enable_expert_parallel:
-            raise ConfigError("enable_expert_parallel is not supported yet.")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        d = self.device
+        tp = d.tensor_parallel_size
+        _positive(tensor_parallel_size=tp, data_parallel_size=d.data_parallel_size)
+        asked = self.speculative.draft_tensor_parallel_size if self.speculative else None
+        if asked not in (None, 1, tp):
+            raise ConfigError(
+                f"draft_tensor_parallel_size is {asked}, tensor_parallel_size {tp}: a draft is "
+                f"whole on every rank (1) or cut as the target is ({tp})."
+            )
+        if d.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend 'ray' is not supported: several machines are not "
+                "supported yet; ranks are processes of this machine: mp."
+            )
+        if d.distributed_executor_backend not in (None, "mp"):
+            raise ConfigError(
+                f"distributed_executor_backend is {d.distributed_executor_backend!r}; use mp."
+            )
+        if not d.stall_timeout > 0:
+            raise ConfigError(f"stall_timeout is {d.stall_timeout} s; it must be more than 0.")
+
+    @property
+    def draft_tensor_parallel_size(self) -> int:
+        """Parts that a draft is cut into; the target's number unless it was given."""
+        asked = self.speculative.draft_tensor_parallel_size if self.speculative else None
+        return self.device.tensor_parallel_size if asked is None else asked
 
     def flat(self) -> dict[str, Any]:
         """Flat names and values, for logs, results and the engine process."""
@@ -319,7 +354,6 @@ REFUSED = {
     "pipeline_parallel_size": "pipeline parallelism is not supported.",
     "quantization": "give a GGUF file; other quantised formats are not supported yet.",
     "swap_space": "preempted requests are recomputed, never swapped.",
-    "distributed_executor_backend": "several machines are not supported yet.",
 }
 
 
@@ -350,6 +384,8 @@ def _coerce(name: str, value: Any) -> Any:
         return tuple(value)
     if int in wanted and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name} must be an integer, got {value!r}.")
+    if float in wanted and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{name} must be a number, got {value!r}.")
     if bool in wanted and not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}.")
     if str in wanted and isinstance(value, Path):

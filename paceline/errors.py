@@ -8,6 +8,7 @@ PacelineError
 ├── ConfigError (ValueError)       a flag, keyword or config file is wrong       -> exit 2
 ├── CheckpointError                weights, config or tokenizer cannot be loaded -> exit 1
 ├── MissingExtra (ImportError)     a feature needs a package that is not there   -> exit 1
+├── CollectiveError                ranks disagree, or one of them did not come   -> exit 1
 └── EngineDead                     the engine process stopped; nothing can run   -> HTTP 503
 """
 
@@ -60,6 +61,10 @@ class CheckpointError(PacelineError):
 
 class MissingExtra(PacelineError, ImportError):
     """A feature whose package is not installed; the message names the extra."""
+
+
+class CollectiveError(PacelineError, RuntimeError):
+    """Ranks are not at the same collective; the message says who is where."""
 
 
 class EngineDead(PacelineError, RuntimeError):

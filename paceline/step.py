@@ -46,6 +46,43 @@ class PageAppends:
     page: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much a step computes: what shapes, padding, passes and the choice of a graph follow from.
+
+    Of one plan, or of those of all replicas together: then it is the same on every rank.
+    """
+
+    tokens: int = 0  # entries of the target's pass
+    draft_tokens: int = 0  # entries of the first pass of a draft model of its own
+    rows: int = 0
+    k: int = 0
+    tail: int = 0  # 0: all rows are greedy; see sampling.verify.Tail
+    is_uniform: bool = True  # every row decodes or verifies
+    has_graph: bool = True  # nothing in it needs to run eagerly
+
+    @classmethod
+    def joined(cls, extents: Sequence[Extent]) -> Extent:
+        """Room for all of them."""
+        return cls(
+            tokens=max(x.tokens for x in extents),
+            draft_tokens=max(x.draft_tokens for x in extents),
+            rows=max(x.rows for x in extents),
+            k=max(x.k for x in extents),
+            tail=max(x.tail for x in extents),
+            is_uniform=all(x.is_uniform for x in extents),
+            has_graph=all(x.has_graph for x in extents),
+        )
+
+    def packed(self) -> list[int]:
+        return [int(getattr(self, name)) for name in self.__slots__]
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[int]) -> Extent:
+        tokens, draft_tokens, rows, k, tail, is_uniform, has_graph = numbers
+        return cls(tokens, draft_tokens, rows, k, tail, bool(is_uniform), bool(has_graph))
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One device step. Holds no token value of a running request: the device has the truth.
@@ -67,6 +104,7 @@ class StepPlan:
     admissions: Sequence[SlotInit] = ()
     page_appends: PageAppends | None = None
     late_B: Bools | None = None  # rows whose token masks arrive through bind()
+    agreed: Extent | None = None  # of the plans of all replicas, where they step together
 
     @property
     def num_rows(self) -> int:
@@ -75,6 +113,18 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.query_len_B.sum())
+
+    def extent(self) -> Extent:
+        """Of this plan alone; a runner adds what it knows of its rows."""
+        is_decode_B = self.query_len_B == self.k_B + 1
+        draft_len_B = np.where(is_decode_B, 2, self.query_len_B + self.samples_B)
+        return Extent(
+            tokens=self.num_tokens,
+            draft_tokens=int(draft_len_B.sum()),
+            rows=self.num_rows,
+            k=self.k,
+            is_uniform=bool(is_decode_B.all()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +208,58 @@ class RunnerInfo:
     extras: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one replica brings to the agreement about the next step."""
+
+    extent: Extent = Extent()
+    has_plan: bool = False
+    is_unfinished: bool = False  # some request is not over, or a result has not been read
+    is_draining: bool = False
+    has_spare_time: bool = False  # it was idle for a while, and would prepare for later steps
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all replicas know of each other's wishes."""
+
+    extent: Extent
+    has_plan: bool  # somebody has one: everybody launches a step
+    is_unfinished: bool  # somebody is: nobody may sleep
+    is_draining: bool  # everybody is
+    has_spare_time: bool  # somebody has
+
+
+class Lockstep(Protocol):
+    """Replicas whose steps hold collectives across them: they agree before every step."""
+
+    @property
+    def number(self) -> int:
+        """Agreements so far; the same on every rank when it is not within one."""
+
+    def agree(self, wish: Wish) -> Agreed:
+        """Tell the others, and hear them. Raises CollectiveError when somebody does not come."""
+
+
 class Runner(Protocol):
     """Runs plans in launch order on one device. Never plans, never sees text."""
 
     @property
     def info(self) -> RunnerInfo: ...
 
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """None: its steps wait for nobody outside this replica."""
+
+    def extent(self, plan: StepPlan) -> Extent:
+        """The plan's, with the tail that its rows need and whether a graph can hold it."""
+
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step and return at once."""
+
+    @property
+    def has_spare_work(self) -> bool:
+        """Whether `use_spare_time` would do anything."""
 
     def use_spare_time(self) -> bool:
         """Nothing runs: prepare for steps to come, for a moment. False: there is nothing left."""

@@ -9,28 +9,30 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Done, EngineRequest
+from paceline.request import Done
 from paceline.step import (
+    Extent,
     Floats,
     Ints,
     LateMasks,
+    Lockstep,
     RunnerInfo,
     SlotInit,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from tests.fake_model import chain, mix, next_token
 
 EMPTY = 0  # KV that nobody wrote
 GARBAGE = 1  # what drafters and rejected windows leave behind
-_MASK = (1 << 62) - 1
 
 
 def runner_info(
@@ -38,65 +40,6 @@ def runner_info(
 ) -> RunnerInfo:
     lookahead = max_k if draft_lookahead is None else draft_lookahead
     return replace(RunnerInfo(64, 4, 4, 96, 64, max_k, lookahead), **changes)
-
-
-# ---- the model
-
-
-def mix(state: int, token: int) -> int:
-    """The chain value of a prefix; never EMPTY or GARBAGE."""
-    value = (state ^ (token + 0x9E37)) * 0x2545F4914F6CDD1D & _MASK
-    return (value ^ value >> 29) | 2
-
-
-def chain(tokens: Sequence[int]) -> list[int]:
-    values, state = [], 7
-    for token in tokens:
-        state = mix(state, token)
-        values.append(state)
-    return values
-
-
-def is_allowed(mask: Ints | None, token: int) -> bool:
-    return mask is None or bool(int(mask[token // 32]) >> (token % 32) & 1)
-
-
-def next_token(
-    state: int, request: EngineRequest, vocab: int, bans_stops: bool, mask: Ints | None = None
-) -> int:
-    """What the model samples after a prefix, for this request's seed."""
-    draw = (mix(state, request.params.seed or 0) >> 7) % vocab
-    for step in range(vocab):
-        token = (draw + step) % vocab
-        if is_allowed(mask, token) and not (bans_stops and token in request.eos_token_ids):
-            return token
-    raise AssertionError("the mask allows nothing")
-
-
-def reference_output(
-    request: EngineRequest,
-    vocab: int,
-    max_len: int,
-    masks: Callable[[list[int]], Ints] | None = None,
-) -> tuple[list[int], Done]:
-    """The tokens one by one: no batch, no pages, no drafts."""
-    prompt = list(request.prompt_token_ids)
-    state = chain(prompt)[-1]
-    limit = min(len(prompt) + (request.params.max_tokens or max_len), max_len)
-    output: list[int] = []
-    while True:
-        mask = masks(output) if masks is not None else None
-        bans_stops = len(output) < request.params.min_tokens
-        token = next_token(state, request, vocab, bans_stops, mask)
-        output.append(token)
-        state = mix(state, token)
-        if token in request.eos_token_ids:
-            return output, Done.EOS
-        if len(prompt) + len(output) >= limit:
-            return output, Done.LENGTH
-
-
-# ---- the device
 
 
 @dataclass
@@ -135,6 +78,9 @@ class FakeRunner:
 
     `acceptance` is the chance that a draft is right; `no_draft` that the drafter has no match.
     """
+
+    has_spare_work = False
+    lockstep: Lockstep | None = None
 
     def __init__(
         self,
@@ -175,6 +121,9 @@ class FakeRunner:
 
     def use_spare_time(self) -> bool:
         return False
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return plan.extent()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -231,18 +180,23 @@ class FakeRunner:
 
     def _check_shape(self, plan: StepPlan) -> None:
         info, rows = self._info, plan.num_rows
-        assert rows > 0
+        if plan.agreed is None:
+            assert rows > 0
+        else:
+            assert plan.k == plan.agreed.k, "drafts of another number than was agreed"
+            assert plan.num_tokens <= plan.agreed.tokens
+            assert rows <= plan.agreed.rows
         assert len(set(plan.slot_B.tolist())) == rows, "a slot has two rows"
         assert len(set(plan.uid_B.tolist())) == rows
         assert 0 <= plan.k <= info.max_k
-        assert plan.k_B.max() <= plan.k
-        assert plan.k_B.min() >= 0
+        assert plan.k_B.max(initial=0) <= plan.k
+        assert plan.k_B.min(initial=0) >= 0
         for array in (plan.slot_B, plan.query_len_B, plan.k_B, plan.length_bound_B):
             assert array.dtype == np.int32
             assert array.shape == (rows,)
         assert plan.uid_B.dtype == np.int64
         assert plan.samples_B.dtype == np.bool_
-        assert plan.length_bound_B.max() <= info.max_model_len
+        assert plan.length_bound_B.max(initial=0) <= info.max_model_len
 
     def _apply_admissions(self, plan: StepPlan) -> None:
         info = self._info

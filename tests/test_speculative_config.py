@@ -78,7 +78,6 @@ def test_taps_and_a_guessed_method_reach_the_engine_process() -> None:
             r'EAGLE-3 head reads; found \[2, 4, 6\] with method "eagle"',
         ),
         ({}, "method None is not supported"),
-        ({"method": "eagle", "model": "m", "draft_tensor_parallel_size": 2}, "only 1 is"),
         ({"method": "eagle", "model": "m", "draft_sample_methd": "x"}, "draft_sample_method"),
     ],
 )

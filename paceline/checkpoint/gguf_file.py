@@ -103,14 +103,26 @@ class GgufFile(Mapping[str, Any]):
         view = np.frombuffer(self._map, np.uint8, rows * row_bytes, tensor.offset)
         return view.reshape(rows, row_bytes)
 
-    def dequantise(self, name: str, rows: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[Any]:
-        """The tensor's numbers as float32. `rows` replaces the stored bytes, row for row."""
-        tensor = self.tensors[name]
-        raw = self.raw(name) if rows is None else rows
-        if PLAIN_TYPES.get(tensor.type_id) == "F32":
-            return raw.view(np.float32).reshape(tensor.shape)
-        values = _gguf().quants.dequantize(raw, _gguf().GGMLQuantizationType(tensor.type_id))
-        return np.asarray(values, dtype=np.float32).reshape(tensor.shape)
+    def dequantise(self, name: str) -> npt.NDArray[Any]:
+        """The tensor's numbers as float32."""
+        return self.numbers(name, self.raw(name)).reshape(self.tensors[name].shape)
+
+    def numbers(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """Rows of the tensor's type, or of whole blocks of it, as float32."""
+        type_id = self.tensors[name].type_id
+        if PLAIN_TYPES.get(type_id) == "F32":
+            return rows.view(np.float32)
+        values = _gguf().quants.dequantize(rows, _gguf().GGMLQuantizationType(type_id))
+        return np.asarray(values, dtype=np.float32)
+
+    def block(self, name: str) -> tuple[int, int]:
+        """How many numbers are stored together, and in how many bytes."""
+        type_id = self.tensors[name].type_id
+        if type_id in PLAIN_TYPES:
+            return 1, 4 if PLAIN_TYPES[type_id] == "F32" else 2
+        gguf = _gguf()
+        count, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
+        return int(count), int(size)
 
     def check_tensors(self) -> None:
         """Refuse a type that cannot be dequantised and data that the file does not hold."""
@@ -141,11 +153,7 @@ class GgufFile(Mapping[str, Any]):
 
     def _layout(self, tensor: GgufTensor) -> tuple[int, int]:
         """(rows, bytes per row)"""
-        if tensor.type_id in PLAIN_TYPES:
-            block, block_bytes = 1, 4 if PLAIN_TYPES[tensor.type_id] == "F32" else 2
-        else:
-            gguf = _gguf()
-            block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
+        block, block_bytes = self.block(tensor.name)
         if not tensor.shape or tensor.shape[-1] % block:
             self._refuse(
                 f"tensor {tensor.name} has shape {tensor.shape}, whose last axis is no multiple of "

@@ -44,11 +44,17 @@ class GgufWeights:
         """The storage type: F32, BF16, Q4_1 ..."""
         return self._file.type_name(self._stored(name))
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The stored bytes, row by row, in Hugging Face's order of rows."""
+    def raw(self, name: str, part: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
+        """The stored bytes, row by row, in Hugging Face's order of rows.
+
+        `part`: only rows from the first up to the second; of q and k at whole heads.
+        """
         stored = self._stored(name)
         rows = self._file.raw(stored)
         heads = self._heads.get(name.split(".")[-2], 0)
+        if part is not None:
+            heads = heads * (part[1] - part[0]) // len(rows)
+            rows = rows[part[0] : part[1]]
         if not heads:
             return rows
         is_bias = len(self._file.tensors[stored].shape) == 1
@@ -56,7 +62,15 @@ class GgufWeights:
 
     def load(self, name: str) -> npt.NDArray[Any]:
         """The numbers as float32. May be a view of the file: it is not to be written to."""
-        return self._file.dequantise(self._stored(name), self.raw(name))
+        return self.numbers(name, self.raw(name)).reshape(self.shape(name))
+
+    def numbers(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """What rows of its type, or whole blocks of them, stand for."""
+        return self._file.numbers(self._stored(name), rows)
+
+    def block(self, name: str) -> tuple[int, int]:
+        """How many numbers are stored together, and in how many bytes."""
+        return self._file.block(self._stored(name))
 
     def _stored(self, name: str) -> str:
         found = self._names.get(name)

@@ -216,8 +216,11 @@ def _choices(report: Report, torch: dict[str, Any]) -> None:
     if "error" in torch:
         report.add(section, "note", "nothing until torch can be imported")
         return
-    if torch["gpus"]:
-        report.add(section, "note", "no GPU: the CUDA path does not exist yet")
+    if count := len(torch["gpus"]):
+        report.add(section, "ok", "cuda: the first GPU; --device cpu leaves it alone")
+        if count > 1:
+            text = f"up to {count} ranks: --tensor-parallel-size x --data-parallel-size"
+            report.add(section, "note", text)
     report.add(section, "ok", f"cpu: torch's {torch['capability']} kernels")
     if _version("numba"):
         text = "half-precision and quantised weights: as the checkpoint has them, vector kernels"

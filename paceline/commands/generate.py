@@ -49,7 +49,7 @@ def answer_all(
 ) -> int:
     """Keep the engine busy, and write each answer as soon as those before it are written."""
     progress = ProgressLine(len(prompts), "Answered prompts")
-    window = _WINDOW_PER_SLOT * session.client.info.num_slots
+    window = _WINDOW_PER_SLOT * session.client.num_slots
     waiting = iter(prompts)
     answers: deque[Answer | InvalidRequest] = deque()
     num_failed = 0

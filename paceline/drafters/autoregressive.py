@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.drafters.base import DraftPass, DraftStep
 from paceline.layers.attention import ForwardInputs
+from paceline.layers.vocab import VocabShards
 from paceline.models.decoder import Decoder
 from paceline.models.draft_heads import HeadModel
 from paceline.sampling.draft import propose_tokens
@@ -38,6 +39,10 @@ class DraftHead(Protocol):
     @property
     def token_of_V(self) -> Tensor | None:
         """The target's ids of a vocabulary of its own, which its logits are of."""
+
+    @property
+    def vocab(self) -> VocabShards:
+        """Which part of its vocabulary the logits of this rank are of."""
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
         """Hidden states of the first pass."""
@@ -72,10 +77,10 @@ class AutoregressiveDrafter:
     def propose(self, step: DraftStep) -> None:
         head, is_shifted, group_size = self.head, self.head.is_shifted, self.head.group_size
         batch = step.shifted(group_size) if is_shifted else step.own(group_size)
-        if not len(batch.inputs.token_T):
+        if not len(batch.inputs.token_T) and not step.is_joint:
             return
         hidden_TD = head.first(batch, step.feature_TD)
-        if not step.k or not len(step.slot_B):
+        if not step.k or not (len(step.slot_B) or step.is_joint):
             return  # the pass still ran: the KV stays warm while nobody speculates
         hidden_BD = hidden_TD.index_select(0, batch.last_B)
         drafts: list[Tensor] = []
@@ -92,6 +97,7 @@ class AutoregressiveDrafter:
                     step.slots,
                     probabilistic=self.is_probabilistic,
                     token_of_V=head.token_of_V,
+                    vocab=head.vocab,
                 )
             )
         step.store(torch.stack(drafts, dim=1), is_onehot=not self.is_probabilistic)
@@ -107,6 +113,10 @@ class DraftModelHead:
     is_shifted = False
     tap_ids = ()
     token_of_V = None
+
+    @property
+    def vocab(self) -> VocabShards:
+        return self.model.vocab
 
     @property
     def group_size(self) -> int:
@@ -142,6 +152,10 @@ class FeatureHead:
     @property
     def token_of_V(self) -> Tensor | None:
         return self.model.token_of_V
+
+    @property
+    def vocab(self) -> VocabShards:
+        return self.model.vocab
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
         feature_TD = self.model.read(batch.of_target(target_TD))

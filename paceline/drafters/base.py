@@ -45,6 +45,10 @@ class DraftStep(Protocol):
         """Drafts to propose; 0 still wants the first pass, which keeps the drafter's KV warm."""
 
     @property
+    def is_joint(self) -> bool:
+        """Other replicas take part in the passes: all of them run, whoever has rows."""
+
+    @property
     def slot_B(self) -> Tensor:
         """The slots that draft."""
 

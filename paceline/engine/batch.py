@@ -51,7 +51,7 @@ class Batch:
         self._jobs = jobs
         self._request_ids = request_ids
         self._progress = progress
-        self._window = _WINDOW_PER_SLOT * client.info.num_slots
+        self._window = _WINDOW_PER_SLOT * client.num_slots
         self._open: dict[int, Generation] = {}
         self._outputs: dict[int, RequestOutput] = {}
         self._failed: Generation | None = None

@@ -1,19 +1,49 @@
-"""How an engine is told what to build, and how it says why it could not.
+"""How a rank is told where it sits and what to build, and how it says why it could not.
 
-JSON frames that come before any of `messages.py`; told apart by their first byte, "{".
+JSON that comes before any of `messages.py`; frames are told apart by their first byte, "{".
 """
 
 from __future__ import annotations
 
 import json
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from paceline import errors
 from paceline.config import EngineConfig
-from paceline.errors import EngineDead, PacelineError
+from paceline.errors import CollectiveError, EngineDead, PacelineError
+from paceline.parallel.placement import LONE_SEAT, Layout, Seat
 
 _MAX_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A rank's seat, and the descriptors that it has inherited beside its channel to the front."""
+
+    seat: Seat = LONE_SEAT
+    plans: tuple[int, ...] = ()  # a leader: one to each peer, in rank order; a peer: to its leader
+    wake: int | None = None  # where a leader is woken by others
+    wake_others: tuple[int, ...] = ()  # where it wakes them
+
+    @property
+    def descriptors(self) -> list[int]:
+        woken = [] if self.wake is None else [self.wake]
+        return [*self.plans, *woken, *self.wake_others]
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Post:
+        values = json.loads(text)
+        seat = values["seat"]
+        return cls(
+            seat=Seat(seat["rank"], Layout(**seat["layout"]), seat["folder"]),
+            plans=tuple(values["plans"]),
+            wake=values["wake"],
+            wake_others=tuple(values["wake_others"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +68,24 @@ class Failed:
 
     kind: str
     message: str
+    after_another: bool = False  # another rank seems to have gone first
 
     @classmethod
     def because(cls, error: BaseException) -> Failed:
         """A deliberate error says all there is to say; any other one says where it came from."""
         known = isinstance(error, PacelineError)
-        return cls(type(error).__name__, str(error) if known else describe(error))
+        message = str(error) if known else describe(error)
+        return cls(type(error).__name__, message, is_after_another(error))
 
-    def to_error(self) -> PacelineError:
+    def to_error(self, who: str = "") -> PacelineError:
         """The error that the engine raised, of the same type; EngineDead for one not ours."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, PacelineError):
-            return kind(self.message)
-        return EngineDead(f"The engine could not start: {self.message}")
+            return kind(f"{who}{self.message}")
+        return EngineDead(f"The engine could not start: {who}{self.message}")
 
     def encode(self) -> bytes:
-        return json.dumps({"kind": self.kind, "message": self.message}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, frame: bytes) -> Failed:
@@ -62,6 +94,16 @@ class Failed:
 
 def is_boot_frame(frame: bytes) -> bool:
     return frame[:1] == b"{"
+
+
+def is_after_another(error: BaseException) -> bool:
+    """Whether an error is what a rank sees when another one is gone: nobody answers."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, CollectiveError | ConnectionError):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def describe(error: BaseException) -> str:

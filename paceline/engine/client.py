@@ -17,27 +17,22 @@ from paceline import errors
 from paceline.config import EngineConfig
 from paceline.engine.admission import Admission, Checked
 from paceline.engine.assembly import Assembly, Delta, Generation
-from paceline.engine.boot import Failed, Start, is_boot_frame
+from paceline.engine.cluster import Cluster
 from paceline.engine.front import Front, load_front
-from paceline.engine.launch import DEFAULT_FACTORY, EngineHandle, launch
+from paceline.engine.launch import DEFAULT_FACTORY
 from paceline.engine.messages import (
-    Died,
     Drain,
-    Progress,
-    Ready,
     ResetPrefixCache,
     StartTrace,
     StepMessage,
-    Stopped,
     TakeTrace,
     Traced,
-    decode,
     encode,
     encode_abort,
     encode_submit,
 )
+from paceline.engine.router import Router
 from paceline.engine.stats import EngineStats
-from paceline.engine.transport import ChannelClosed
 from paceline.errors import EngineDead, InvalidRequest, PacelineError
 from paceline.observe.log import RequestLogger, current_level
 from paceline.observe.trace import Span, unpack_spans
@@ -57,27 +52,25 @@ class EngineClient:
     """A running engine. Build it with `start`."""
 
     def __init__(
-        self, config: EngineConfig, handle: EngineHandle, info: RunnerInfo, front: Front
+        self, config: EngineConfig, cluster: Cluster, info: RunnerInfo, front: Front
     ) -> None:
         self.config = config
-        self.info = info
+        self.info = info  # of one replica
         self.front = front
-        self.stats = EngineStats()
-        self._handle = handle
+        self.stats = EngineStats(num_replicas=cluster.num_replicas)
+        self._cluster = cluster
+        self._router = Router(cluster.num_replicas)
         self._admission = Admission(config, info, front)
         self._generations: dict[str, Generation] = {}
         self._open: dict[int, Assembly] = {}
         self._next_uid = 1
         self._is_draining = False
-        self._has_stopped = False
-        self._death_reason: str | None = None
         self._dead: EngineDead | None = None
-        self._early_frames: list[bytes] = []  # read by `_read_last_words`, for `pump` to take
-        self._to_abort: list[int] = []
-        self._traced: bytes | None = None  # a trace that came, for `take_trace`
+        self._to_abort: dict[int, list[int]] = {}  # by replica
+        self._traced: dict[int, bytes] = {}  # traces that came, by replica, for `take_trace`
         self._templates: dict[str | None, ChatTemplate] = {}
         # An engine outlives neither its client nor the interpreter, also when nobody calls close.
-        self._finalizer = weakref.finalize(self, handle.stop, _CLOSE_GRACE_S)
+        self._finalizer = weakref.finalize(self, cluster.stop, _CLOSE_GRACE_S)
 
     @classmethod
     def start(
@@ -94,18 +87,16 @@ class EngineClient:
         `in_process` runs the engine in a thread of this process. `factory` names what builds the
         runner there (`module:function`). `front` replaces what the model's files say.
         """
-        handle = launch(factory, in_process=in_process)
+        cluster = Cluster.launch(config, factory, in_process=in_process)
         try:
             # The engine imports torch meanwhile; it looks for the model once we have found it, so
             # that a model is fetched once.
             if front is None:
                 front = load_front(config)
-            with contextlib.suppress(ChannelClosed):  # then it has said why
-                handle.channel.send(Start(config, current_level()).encode())
-            info = _await_ready(handle, progress)
-            return cls(config, handle, info, front)
+            cluster.begin(config, current_level())
+            return cls(config, cluster, cluster.await_ready(progress), front)
         except BaseException:
-            handle.stop(0.0)
+            cluster.stop(0.0)
             raise
 
     # ---- the model
@@ -148,12 +139,23 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        return self._dead is None and not self._has_stopped and self._finalizer.alive
+        has_ended = self._dead is not None or self._cluster.has_stopped
+        return not has_ended and self._finalizer.alive
 
     @property
     def engine_pid(self) -> int | None:
-        """None for an engine in this process."""
-        return self._handle.pid
+        """Of the first rank; None for an engine in this process."""
+        return next(iter(self.engine_pids), None)
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Of every rank, in rank order."""
+        return self._cluster.pids
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that can run at once, in all replicas together."""
+        return self.info.num_slots * self._cluster.num_replicas
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Checked:
         """Raise what `submit` would raise for this request, without submitting it."""
@@ -191,6 +193,7 @@ class EngineClient:
         )
         self._next_uid += len(requests)
         self._generations[request_id] = generation
+        replica = self._router.assign([request.uid for request in requests])
         for index, request in enumerate(requests):
             self._open[request.uid] = Assembly(
                 generation, index, self.front.tokenizer, self.front.eos_token_ids
@@ -198,7 +201,7 @@ class EngineClient:
             generation.open_uids.add(request.uid)
         try:
             for request in requests:
-                self._send(encode_submit(request))
+                self._cluster.send(replica, encode_submit(request))
         except EngineDead:
             self._forget(generation, generation.open_uids)  # the caller is told here, once
             raise
@@ -219,29 +222,29 @@ class EngineClient:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests are not disturbed."""
         self._check_serves()
-        self._send(encode(ResetPrefixCache()))
+        self._cluster.send_all(encode(ResetPrefixCache()))
 
     # ---- what the loop does with its time
 
     def start_trace(self) -> None:
         """Have the engine record the stages of every step; it keeps the newest."""
         self._check_serves()
-        self._send(encode(StartTrace()))
+        self._cluster.send_all(encode(StartTrace()))
 
     def take_trace(self) -> list[Span]:
-        """What was recorded since `start_trace`. Pumps until it is there."""
+        """What all replicas recorded since `start_trace`. Pumps until it is there."""
         self._check_serves()
-        self._send(encode(TakeTrace()))
-        while self._traced is None:
+        self._cluster.send_all(encode(TakeTrace()))
+        while len(self._traced) < self._cluster.num_replicas:
             self.pump(None)
-        spans, self._traced = self._traced, None
-        return unpack_spans(spans)
+        traced, self._traced = self._traced, {}
+        return [span for r in sorted(traced) for span in unpack_spans(traced[r], r)]
 
     # ---- the engine's answers
 
     def fileno(self) -> int:
         """Readable when `pump` has something to do."""
-        return self._handle.channel.fileno()
+        return self._cluster.fileno()
 
     def pump(self, timeout_s: float | None = 0.0) -> int:
         """Take what has arrived, waiting up to `timeout_s` for it, and call the sinks.
@@ -251,24 +254,18 @@ class EngineClient:
         """
         if self._dead is not None:
             raise self._dead
-        channel = self._handle.channel
         news: dict[Generation, list[Delta]] = {}
-        early, self._early_frames = self._early_frames, []
-        for frame in [*early, *channel.receive(0.0 if early else timeout_s)]:
-            match decode(frame):
-                case StepMessage() as message:
-                    self._take_step(message, news)
+        for replica, message in self._cluster.receive(timeout_s):
+            match message:
+                case StepMessage():
+                    self._take_step(replica, message, news)
                 case Traced(spans=spans):
-                    self._traced = spans
-                case Died(reason=reason):
-                    self._death_reason = reason
-                case Stopped():
-                    self._has_stopped = True
+                    self._traced[replica] = spans
         self._flush_aborts()
-        if channel.at_end:
+        if self._cluster.is_over:
             self._die(news)
         count = self._deliver(news)
-        if self._dead is not None and not self._has_stopped:
+        if self._dead is not None and not self._cluster.has_stopped:
             raise self._dead
         return count
 
@@ -279,17 +276,19 @@ class EngineClient:
         """
         if self.is_alive and not self._is_draining:
             self._is_draining = True
-            self._send(encode(Drain()))
+            self._cluster.send_all(encode(Drain()))
 
     def close(self, grace_s: float = _CLOSE_GRACE_S) -> None:
         """Stop the engine; what runs is dropped. A second call does nothing."""
         if self._finalizer.detach() is not None:
-            self._handle.stop(grace_s)
+            self._cluster.stop(grace_s)
 
     # ---- inside
 
-    def _take_step(self, message: StepMessage, news: dict[Generation, list[Delta]]) -> None:
-        self.stats.take(message)
+    def _take_step(
+        self, replica: int, message: StepMessage, news: dict[Generation, list[Delta]]
+    ) -> None:
+        self.stats.take(message, replica)
         if message.events:
             self._take_events(message.events)
         uids: list[int] = message.uid_B.tolist()
@@ -322,9 +321,12 @@ class EngineClient:
             delta = assembly.take(tokens[:count], Done(done), logprobs.get(row))
             self._add(news, assembly, uid, delta)
             if assembly.finished and not done:
-                self._to_abort.append(uid)  # a stop string: the engine does not know yet
+                # a stop string: the engine does not know yet
+                self._to_abort.setdefault(replica, []).append(uid)
         for ended in message.events.ended:
-            self._take_end(ended, news)
+            # Of several ranks it may not be this one that failed first: `_die` finds out.
+            if ended.error != EngineDead.__name__ or self._cluster.num_ranks == 1:
+                self._take_end(ended, news)
 
     def _take_events(self, events: Events) -> None:
         for uid, num_cached in events.admitted:
@@ -359,6 +361,7 @@ class EngineClient:
 
     def _forget(self, generation: Generation, uids: Iterable[int]) -> None:
         for uid in list(uids):
+            self._router.release(uid)
             del self._open[uid]
             generation.open_uids.discard(uid)
         if not generation.open_uids:
@@ -368,15 +371,16 @@ class EngineClient:
 
     def _abort(self, generation: Generation) -> None:
         generation.is_aborted = True
-        self._to_abort.extend(generation.open_uids)
+        for uid in generation.open_uids:
+            self._to_abort.setdefault(self._router.owner(uid), []).append(uid)
         self.stats.finished["abort"] += len(generation.open_uids)
         self._forget(generation, generation.open_uids)
 
     def _flush_aborts(self) -> None:
-        if self._to_abort:
-            uids, self._to_abort = self._to_abort, []
+        to_abort, self._to_abort = self._to_abort, {}
+        for replica, uids in to_abort.items():
             with contextlib.suppress(EngineDead):  # `pump` is who reports it
-                self._send(encode_abort(uids))
+                self._cluster.send(replica, encode_abort(uids))
 
     def _deliver(self, news: dict[Generation, list[Delta]]) -> int:
         count = 0
@@ -399,48 +403,17 @@ class EngineClient:
         if self._is_draining:
             raise EngineDead("The engine is shutting down and takes no more requests.")
 
-    def _send(self, frame: bytes) -> None:
-        try:
-            self._handle.channel.send(frame)
-        except ChannelClosed:
-            self._read_last_words()
-            raise EngineDead(self._death_notice()) from None
-
-    def _read_last_words(self) -> None:
-        """The engine said why before it closed its end; that lies in what `pump` has not read."""
-        self._early_frames += self._handle.channel.receive()
-        for frame in self._early_frames:
-            if isinstance(message := decode(frame), Died):
-                self._death_reason = message.reason
-
     def _die(self, news: dict[Generation, list[Delta]]) -> None:
-        """The engine's end is closed: end what is open, and raise from here on."""
-        if self._has_stopped and not self._open:
+        """A rank is gone: end the others and what is open, and raise from here on."""
+        if self._cluster.has_stopped and not self._open:
             self._dead = EngineDead("The engine has stopped, as it was asked to.")
             return
-        self._dead = EngineDead(self._death_notice())
+        self._dead = EngineDead(self._cluster.death_notice())
+        if self._cluster.num_ranks > 1:
+            self._cluster.kill()
         for uid, assembly in list(self._open.items()):
             assembly.generation.error = self._dead
             self._take_end(Ended(uid, Done.ERROR), news)
-
-    def _death_notice(self) -> str:
-        return f"The engine is gone: {self._death_reason or self._handle.exit_reason()}"
-
-
-def _await_ready(handle: EngineHandle, progress: Callable[[str, float], None] | None) -> RunnerInfo:
-    while not handle.channel.at_end:
-        for frame in handle.channel.receive(None):
-            if is_boot_frame(frame):
-                raise Failed.decode(frame).to_error()
-            match decode(frame):
-                case Progress(stage=stage, fraction=fraction):
-                    if progress is not None:
-                        progress(stage, fraction)
-                case Ready(info=info):
-                    return info
-                case Died(reason=reason):
-                    raise EngineDead(f"The engine could not start: {reason}")
-    raise EngineDead(f"The engine could not start: {handle.exit_reason()}")
 
 
 def _error_named(name: str, message: str) -> PacelineError:

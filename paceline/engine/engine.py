@@ -23,6 +23,7 @@ from paceline.engine.messages import (
     Submit,
     TakeTrace,
     Traced,
+    Wake,
     decode,
     encode,
     encode_step,
@@ -35,7 +36,7 @@ from paceline.observe.trace import TraceRing
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.events import Emitted, Events, TokenConstraint
 from paceline.scheduler.scheduler import Scheduler
-from paceline.step import InFlightStep, Runner, StepPlan
+from paceline.step import Agreed, Extent, InFlightStep, Lockstep, Runner, StepPlan, Wish
 
 logger = logging.getLogger(__name__)
 _NO_EVENTS = Events()
@@ -67,6 +68,10 @@ class Engine:
         self.scheduler = Scheduler(config, runner.info)
         self.depth = config.scheduler.depth
         self._runner = runner
+        self.lockstep: Lockstep | None = runner.lockstep
+        self.is_draining = False  # takes no more requests, and ends when all have ended
+        self.has_spare_time = False  # idle for a while
+        self.may_end = False  # drained, and nobody needs this rank
         self.publish = publish
         self._delay = delay
         self._in_flight: deque[_Launched] = deque()
@@ -132,16 +137,11 @@ class Engine:
 
     def _turn(self) -> bool:
         self._stage("plan")
-        plan = self.scheduler.plan()
+        plan, agreed = self.scheduler.plan(), None
+        if self.lockstep is not None:
+            plan, agreed = self._agree(self.lockstep, plan)
         if plan is None:
-            if self._in_flight:
-                self._finish_oldest()
-                self._publish_all()
-                return True
-            self._watch.settle()
-            self._publish_all()
-            assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
-            return False
+            return self._drain(agreed)
         self._watch.step = plan.step
         self._launch(plan)
         self._publish_all()
@@ -150,6 +150,42 @@ class Engine:
         while len(self._in_flight) > depth:
             self._finish_oldest()
         return True
+
+    def _agree(self, lockstep: Lockstep, plan: StepPlan | None) -> tuple[StepPlan | None, Agreed]:
+        """What all replicas do next. Who has no rows for it runs an empty plan of that shape."""
+        self._stage("agree", 0 if plan is None else plan.step)
+        agreed = lockstep.agree(
+            Wish(
+                extent=Extent() if plan is None else self._runner.extent(plan),
+                has_plan=plan is not None,
+                is_unfinished=bool(self._in_flight) or self.scheduler.num_unfinished > 0,
+                is_draining=self.is_draining,
+                has_spare_time=self.has_spare_time,
+            )
+        )
+        if agreed.has_plan:
+            plan = plan or self.scheduler.plan_empty()
+            plan.agreed, plan.k = agreed.extent, agreed.extent.k
+        return plan, agreed
+
+    def _drain(self, agreed: Agreed | None) -> bool:
+        """Nobody has a plan: take what is in flight. False: there is nothing left anywhere."""
+        if self._in_flight:
+            self._finish_oldest()
+            self._publish_all()
+            return True
+        self._watch.settle()
+        self._publish_all()
+        assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
+        if agreed is None:
+            self.may_end = self.is_draining
+            return False
+        if agreed.has_spare_time and not agreed.is_unfinished:
+            # All ranks prepare the same things in the same order: there are collectives in it.
+            self.has_spare_time = self._runner.use_spare_time() and self.has_spare_time
+            return True
+        self.may_end = agreed.is_draining and not agreed.is_unfinished
+        return agreed.is_unfinished
 
     def _launch(self, plan: StepPlan) -> None:
         self._stage("launch", plan.step)
@@ -207,6 +243,10 @@ class Engine:
         """Nobody waits for anything: let the runner prepare. False: it has nothing to prepare."""
         return self._runner.use_spare_time()
 
+    @property
+    def has_spare_work(self) -> bool:
+        return self._runner.has_spare_work
+
     # ---- failure
 
     def _fail(self, error: Exception) -> None:
@@ -227,42 +267,65 @@ class Engine:
             self._delay(name)
 
 
-def run_engine(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
+def run_engine(
+    engine: Engine,
+    inbox: SimpleQueue[bytes | None],
+    wake: Callable[[int], None] | None = None,
+) -> None:
     """Turn the loop until Stop, or Drain and everything finished. None in the inbox = peer gone.
 
-    Raises EngineDead when the device failed; every request has been answered by then.
+    Replicas in lock step sleep and wake together: `wake` sends the number of the next agreement to
+    all others. Raises EngineDead when the device failed; every request has been answered by then.
     """
-    is_draining = False
     is_idle = False
     while True:
         for _ in range(MOST_MESSAGES_PER_TURN):
             try:
-                data = _rest(engine, inbox) if is_idle else inbox.get_nowait()
+                message = _rest(engine, inbox, wake) if is_idle else _read(inbox.get_nowait())
             except Empty:
                 break
             is_idle = False
-            message = Stop() if data is None else decode(data)
             if isinstance(message, Stop):
                 engine.publish(encode(Stopped()))
                 return
-            is_draining = is_draining or isinstance(message, Drain)
-            _handle(engine, message)
+            if message is not None:
+                _handle(engine, message)
         is_idle = not engine.turn()
-        if is_idle and is_draining and not engine.num_unfinished:
+        if is_idle and engine.may_end:
             engine.publish(encode(Stopped()))
             return
 
 
-def _rest(engine: Engine, inbox: SimpleQueue[bytes | None]) -> bytes | None:
-    """The next message. While none comes, the runner may prepare for what will."""
-    timeout_s = SPARE_AFTER_S
+def _read(data: bytes | None) -> object:
+    return Stop() if data is None else decode(data)
+
+
+def _rest(
+    engine: Engine, inbox: SimpleQueue[bytes | None], wake: Callable[[int], None] | None
+) -> object | None:
+    """The next message, or None: others are awake. Meanwhile the runner may prepare."""
+    timeout_s: float | None = SPARE_AFTER_S
+    lockstep = engine.lockstep
     while True:
         try:
-            return inbox.get(timeout=timeout_s)
+            message = _read(inbox.get(timeout=timeout_s))
         except Empty:
-            if not engine.use_spare_time():
-                return inbox.get()
-            timeout_s = 0.0
+            if lockstep is None:
+                timeout_s = 0.0 if engine.use_spare_time() else None
+                continue
+            if not engine.has_spare_work:
+                timeout_s = None
+                continue
+            engine.has_spare_time, message = True, None
+        if lockstep is None:
+            return message
+        if isinstance(message, Wake):
+            if message.step <= lockstep.number:
+                continue  # of an agreement that has been
+            return None
+        if wake is not None and not isinstance(message, Stop):
+            wake(lockstep.number + 1)
+        return message
 
 
 def _handle(engine: Engine, message: object) -> None:
@@ -282,6 +345,8 @@ def _handle(engine: Engine, message: object) -> None:
         case TakeTrace():
             engine.take_trace()
         case Drain():
-            pass
+            engine.is_draining = True
+        case Wake():
+            pass  # awake already
         case _:
             raise AssertionError(f"unexpected message {message!r}")

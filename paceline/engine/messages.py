@@ -21,7 +21,7 @@ from paceline.scheduler.events import Events as Events
 from paceline.step import Ints, Longs, RunnerInfo, TokenLogprobs
 
 # The first byte of every message.
-_SUBMIT, _ABORT, _DRAIN, _STOP, _RESET, _START_TRACE, _TAKE_TRACE = 1, 2, 3, 4, 5, 6, 7
+_SUBMIT, _ABORT, _DRAIN, _STOP, _RESET, _START_TRACE, _TAKE_TRACE, _WAKE = range(1, 9)
 _STEP, _READY, _PROGRESS, _DIED, _STOPPED, _TRACED = 16, 17, 18, 19, 20, 21
 
 _SUBMIT_HEAD = struct.Struct("<B3xIqqd")  # kind, prompt length, uid, priority, arrival
@@ -48,6 +48,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Finish what was submitted, then stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """From another replica: agreement `step` is about to be made."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Died:
     reason: str
+    after_another: bool = False  # another rank seems to have gone first
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,7 @@ class StepMessage:
     gauges: Gauges = field(default_factory=Gauges)
 
 
-Inbound = Submit | Abort | Drain | Stop | ResetPrefixCache | StartTrace | TakeTrace
+Inbound = Submit | Abort | Drain | Wake | Stop | ResetPrefixCache | StartTrace | TakeTrace
 Outbound = Ready | Progress | StepMessage | Died | Stopped | Traced
 Message = Inbound | Outbound
 
@@ -235,7 +243,7 @@ _PLAIN: dict[type[Plain], int] = {
 _PLAIN_OF = {kind: type_() for type_, kind in _PLAIN.items()}
 
 
-def encode(message: Plain | Ready | Progress | Died | Traced) -> bytes:
+def encode(message: Plain | Wake | Ready | Progress | Died | Traced) -> bytes:
     """Messages that are rare: one byte and, where there is something to say, JSON."""
     match message:
         case Traced(spans=spans):
@@ -244,8 +252,10 @@ def encode(message: Plain | Ready | Progress | Died | Traced) -> bytes:
             return _with_json(_READY, {"info": asdict(info), "extras": extras})
         case Progress(stage=stage, fraction=fraction):
             return _with_json(_PROGRESS, [stage, fraction])
-        case Died(reason=reason):
-            return _with_json(_DIED, reason)
+        case Died(reason=reason, after_another=after_another):
+            return _with_json(_DIED, [reason, after_another])
+        case Wake(step=step):
+            return bytes((_WAKE,)) + step.to_bytes(8, "little")
         case _:
             return bytes((_PLAIN[type(message)],))
 
@@ -271,13 +281,15 @@ def _decode_rare(kind: int, data: bytes) -> Message:
         return _PLAIN_OF[kind]
     if kind == _TRACED:
         return Traced(data[1:])
+    if kind == _WAKE:
+        return Wake(int.from_bytes(data[1:], "little"))
     value = json.loads(data[1:])
     if kind == _READY:
         return Ready(RunnerInfo(**value["info"]), value["extras"])
     if kind == _PROGRESS:
         return Progress(value[0], value[1])
     assert kind == _DIED, f"message of unknown kind {kind}"
-    return Died(value)
+    return Died(*value)
 
 
 # ---- steps

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.engine.messages import StepMessage, StepTimes
+from paceline.engine.messages import Gauges, StepMessage, StepTimes
 from paceline.observe.histogram import BUBBLE_BOUNDS_S, Histogram
 
 _MOST_RECENT = 16_384  # steps whose times are kept one by one
@@ -18,12 +18,13 @@ _MOST_RECENT = 16_384  # steps whose times are kept one by one
 
 @dataclass(slots=True)
 class EngineStats:
-    """Gauges of the newest message, and totals since the start."""
+    """Gauges as of the newest messages, and totals since the start; of all replicas together."""
 
-    step: int = 0
+    num_replicas: int = 1
+    step: int = 0  # of the replica that is furthest
     num_running: int = 0
     num_waiting: int = 0
-    kv_usage: float = 0.0
+    kv_usage: float = 0.0  # the mean over replicas
 
     num_steps: int = 0
     bubble_s: float = 0.0  # device idle time between steps
@@ -42,13 +43,16 @@ class EngineStats:
     # Step by step: device idle time before each, and the times of the newest.
     bubble: Histogram = field(default_factory=lambda: Histogram(BUBBLE_BOUNDS_S), repr=False)
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT), repr=False)
+    _newest: dict[int, Gauges] = field(default_factory=dict, repr=False)  # by replica
 
-    def take(self, message: StepMessage) -> None:
+    def take(self, message: StepMessage, replica: int = 0) -> None:
         gauges = message.gauges
-        self.step = gauges.step
-        self.num_running = gauges.num_running
-        self.num_waiting = gauges.num_waiting
-        self.kv_usage = gauges.kv_usage
+        self._newest[replica] = gauges
+        newest = self._newest.values()
+        self.step = max(g.step for g in newest)
+        self.num_running = sum(g.num_running for g in newest)
+        self.num_waiting = sum(g.num_waiting for g in newest)
+        self.kv_usage = sum(g.kv_usage for g in newest) / self.num_replicas
         self.num_steps += gauges.num_steps
         for times in gauges.times:
             self._take_times(times)

@@ -1,4 +1,4 @@
-"""Frames of bytes over one socket pair between the front and the engine. Never looks inside them.
+"""Frames of bytes over socket pairs between the front and the engine. Never looks inside them.
 
 The front side has no thread: `fileno` goes to a poll or an event loop, `receive` takes what is
 there. The engine side has one thread that always reads and one that always writes, so neither
@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 _HEADER = struct.Struct("<I")
@@ -109,14 +109,60 @@ class Channel:
         return bool(poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)))
 
 
+class Channels:
+    """The front's ends of several channels behind one descriptor."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = list(channels)
+        self._open = {channel.fileno(): i for i, channel in enumerate(self._channels)}
+        self._epoll = select.epoll() if len(self._channels) > 1 else None
+        if self._epoll is not None:
+            for descriptor in self._open:
+                self._epoll.register(descriptor, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._channels[0].fileno() if self._epoll is None else self._epoll.fileno()
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[tuple[int, bytes]]:
+        """(which channel, frame) of all that has arrived; see `Channel.receive`."""
+        if self._epoll is None:
+            return [(0, frame) for frame in self._channels[0].receive(timeout_s)]
+        if not self._open:
+            return []
+        found = []
+        for descriptor, _ in self._epoll.poll(timeout_s):
+            which = self._open[descriptor]
+            channel = self._channels[which]
+            found += [(which, frame) for frame in channel.receive()]
+            if channel.at_end:  # it would be readable for ever
+                self._epoll.unregister(descriptor)
+                del self._open[descriptor]
+        return found
+
+    def close(self) -> None:
+        if self._epoll is not None:
+            self._epoll.close()
+        self._open.clear()
+        for channel in self._channels:
+            channel.close()
+
+
 class Port:
     """The engine's end: an inbox that a thread fills and an outbox that a thread empties."""
 
-    def __init__(self, sock: socket.socket, on_end: Callable[[], None]) -> None:
-        """`on_end` runs in the inbox thread when the front's end is closed."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_end: Callable[[], None],
+        on_frame: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """In the inbox thread: `on_frame` sees each frame first, `on_end` runs when the front's
+        end is closed.
+        """
         sock.setblocking(True)
         self._socket = sock
         self._on_end = on_end
+        self._on_frame = on_frame
         self._is_closing = False
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -149,6 +195,8 @@ class Port:
                 payload = self._read_exactly(_HEADER.unpack(header)[0])
                 if payload is None:
                     break
+                if self._on_frame is not None:
+                    self._on_frame(payload)
                 self.inbox.put(payload)
         finally:
             if not self._is_closing:

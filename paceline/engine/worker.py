@@ -1,4 +1,4 @@
-"""The engine's side of its process: build the runner, run the loop, say how it ended.
+"""One rank's side of its process: build the runner, lead or follow, say how it ended.
 
 Never decides when to stop: the front does, by a message or by closing its end. The runner comes
 from a factory given by name; with `launch.py` this is the only door from the host to torch.
@@ -6,28 +6,34 @@ from a factory given by name; with `launch.py` this is the only door from the ho
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import cast
 
 from paceline.config import EngineConfig
-from paceline.engine.boot import Failed, Start, describe
+from paceline.engine.boot import Failed, Post, Start, describe, is_after_another
 from paceline.engine.engine import Engine, run_engine
-from paceline.engine.messages import Died, Progress, Ready, Stop, encode
+from paceline.engine.messages import Died, Progress, Ready, Stop, Stopped, Wake, encode
+from paceline.engine.peers import LeadingRunner, follow
 from paceline.engine.transport import Port
 from paceline.observe.log import configure_logging
+from paceline.parallel.placement import Seat
 from paceline.step import Runner
 
 logger = logging.getLogger(__name__)
 
-RunnerFactory = Callable[[EngineConfig, Callable[[str, float], None]], Runner]
+RunnerFactory = Callable[[EngineConfig, Callable[[str, float], None], Seat], Runner]
 
 # The loop thread and the device thread of a CPU runner share one GIL. With Python's 5 ms the
 # device thread would wait that long for its turn whenever the loop computes.
@@ -36,10 +42,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1000  # a wait for the device is a row of short naps; Linux would add 50 us each
+_WAKE_TIMEOUT_S = 1.0  # the other side always reads, unless it is gone
+_WAKE_BYTES = 64
 
 
-def main(fd: int, factory: str, *, die_with_parent: bool) -> None:
-    """The engine process. `fd` is its end of the socket pair."""
+def main(fd: int, factory: str, post_text: str, *, die_with_parent: bool) -> None:
+    """The process of a rank. `fd` is its end of the socket pair with the front."""
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group; what they mean (finish what
     # runs, or stop now) is for the front to say. launch.py started us with SIGINT blocked.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,29 +55,48 @@ def main(fd: int, factory: str, *, die_with_parent: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    post = Post.decode(post_text)
+    is_alone = post.seat.layout.num_ranks == 1
+    # Where ranks have met, the first one tidies up when the front cannot any more.
+    tidies = bool(post.seat.folder) and post.seat.rank == 0
     if sys.platform == "linux":
+        name = b"paceline-engine" if is_alone else b"paceline-rank%d" % post.seat.rank
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_NAME, b"paceline-engine", 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
         libc.prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
-        if die_with_parent:
+        if die_with_parent and not tidies:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The front is gone: nobody is left to hear anything, whatever the loop is doing.
-    port = Port(socket.socket(fileno=fd), on_end=lambda: os._exit(0))
+
+    def leave() -> None:
+        # The front is gone: nobody is left to hear anything, whatever the loop is doing.
+        if tidies:
+            shutil.rmtree(post.seat.folder, ignore_errors=True)
+        os._exit(0)
+
+    # A loop that waits for other ranks does not see its inbox.
+    on_frame = None if is_alone else _leave_at_stop
+    port = Port(socket.socket(fileno=fd), on_end=leave, on_frame=on_frame)
     port.start()
-    serve(port, factory, own_process=True)
+    serve(port, factory, post, own_process=True)
     os._exit(0)  # a device thread that hangs must not keep the process
 
 
-def serve_in_thread(sock: socket.socket, factory: str) -> None:
+def _leave_at_stop(frame: bytes) -> None:
+    if frame == encode(Stop()):
+        os._exit(0)
+
+
+def serve_in_thread(sock: socket.socket, factory: str, post: Post) -> None:
     """The same over the same messages, for `in_process`. Returns when the front closes its end."""
     port = Port(sock, on_end=lambda: port.inbox.put(None))
     port.start()
-    serve(port, factory, own_process=False)
+    serve(port, factory, post, own_process=False)
 
 
-def serve(port: Port, factory: str, *, own_process: bool) -> None:
+def serve(port: Port, factory: str, post: Post, *, own_process: bool) -> None:
     """Load, say Ready, run until told to stop; every way out is said to the front."""
     runner: Runner | None = None
+    seat = post.seat
     try:
         # Importing torch takes seconds: do it while the front still looks for the model.
         build_runner = resolve(factory)
@@ -78,15 +105,21 @@ def serve(port: Port, factory: str, *, own_process: bool) -> None:
             return
         start = Start.decode(frame)
         if own_process:
-            configure_logging(start.log_level, process="engine")
+            number = "" if seat.layout.num_ranks == 1 else f"-{seat.rank}"
+            configure_logging(start.log_level, process=f"engine{number}")
 
         def progress(stage: str, fraction: float) -> None:
-            port.send(encode(Progress(stage, fraction)))
+            if seat.rank == 0:  # all of them do the same
+                port.send(encode(Progress(stage, fraction)))
 
-        runner = build_runner(start.config, progress)
-        engine = Engine(runner, start.config, port.send)
-        port.send(encode(Ready(runner.info)))
-        _run(engine, port)
+        runner = build_runner(start.config, progress, seat)
+        plans = [socket.socket(fileno=fd) for fd in post.plans]
+        if seat.is_leader:
+            if plans:
+                runner = LeadingRunner(runner, plans)
+            _lead(runner, start.config, port, post)
+        else:
+            _follow(runner, plans[0], port, start.config.scheduler.depth)
     except BaseException as error:
         port.send(Failed.because(error).encode())
     finally:
@@ -96,12 +129,49 @@ def serve(port: Port, factory: str, *, own_process: bool) -> None:
             runner.close()
 
 
-def _run(engine: Engine, port: Port) -> None:
+def _lead(runner: Runner, config: EngineConfig, port: Port, post: Post) -> None:
+    engine = Engine(runner, config, port.send)
+    wake = _open_wakes(post, port.inbox)
+    port.send(encode(Ready(runner.info)))
     try:
-        run_engine(engine, port.inbox)
+        run_engine(engine, port.inbox, wake)
     except BaseException as error:
         logger.exception("the engine loop failed")
-        port.send(encode(Died(describe(error))))
+        port.send(encode(Died(describe(error), is_after_another(error))))
+
+
+def _follow(runner: Runner, plans: socket.socket, port: Port, depth: int) -> None:
+    port.send(encode(Ready(runner.info)))
+    try:
+        follow(runner, plans, depth)
+    except BaseException as error:
+        logger.exception("the rank failed")
+        port.send(encode(Died(describe(error), is_after_another(error))))
+    else:
+        port.send(encode(Stopped()))
+
+
+def _open_wakes(post: Post, inbox: SimpleQueue[bytes | None]) -> Callable[[int], None] | None:
+    """How a leader wakes the others; what they send goes into its inbox. None: it has no others."""
+    if post.wake is None:
+        return None
+    inward = socket.socket(fileno=post.wake)
+    outward = [socket.socket(fileno=fd) for fd in post.wake_others]
+    for sock in outward:
+        sock.settimeout(_WAKE_TIMEOUT_S)
+
+    def listen() -> None:
+        while True:
+            inbox.put(inward.recv(_WAKE_BYTES))
+
+    def wake(step: int) -> None:
+        frame = encode(Wake(step))
+        for sock in outward:
+            with contextlib.suppress(OSError):  # a leader that is gone is the front's business
+                sock.send(frame)
+
+    threading.Thread(target=listen, name="paceline-wake", daemon=True).start()
+    return wake
 
 
 def resolve(factory: str) -> RunnerFactory:

@@ -98,7 +98,9 @@ def pick_latent_kernels(device: torch.device) -> LatentKernels:
 
 
 Route = Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
-ApplyExperts = Callable[[Tensor, Tensor, Tensor, ExpertWeights, Tensor | None], Tensor]
+ApplyExperts = Callable[
+    [Tensor, Tensor, Tensor, ExpertWeights, Tensor | None, torch.dtype | None], Tensor
+]
 
 
 class MoeKernels(NamedTuple):

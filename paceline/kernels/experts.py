@@ -25,10 +25,12 @@ def apply_experts(
     weight_TK: Tensor,
     experts: ExpertWeights,
     shared_TD: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What the chosen experts make of each row, weighed and summed up in fp32, plus `shared_TD`.
 
-    Returns [T, D] in the type of the experts' weights. Rows depend on nothing but themselves.
+    Expert -1 is nobody: it adds nothing, whatever its weight. Returns [T, D] in `out_dtype` (None:
+    the type of the experts' weights). Rows depend on nothing but themselves.
     """
     gate_up_EIH, down_EHI = experts
     dtype = down_EHI.dtype
@@ -39,10 +41,12 @@ def apply_experts(
     # No host read on a GPU: there, all experts see all rows.
     used = chosen_TK.unique().tolist() if chosen_TK.is_cpu else range(len(gate_up_EIH))
     for expert in used:
+        if expert < 0:
+            continue
         is_chosen_TK = chosen_TK == expert
         weight_T1 = torch.where(is_chosen_TK, weight_TK, 0.0).sum(1, keepdim=True)
         gate_TI, up_TI = linear(x_TD.float(), gate_up_EIH[expert].float()).chunk(2, dim=1)
         inner_TI = (silu(gate_TI) * up_TI).to(dtype)
         share_TD = linear(inner_TI.float(), down_EHI[expert].float()) * weight_T1
         sum_TD += share_TD.masked_fill(~is_chosen_TK.any(1, keepdim=True), 0.0)
-    return sum_TD.to(dtype)
+    return sum_TD.to(out_dtype or dtype)

@@ -47,6 +47,7 @@ def apply_experts(
     weight_TK: Tensor,
     experts: ExpertWeights,
     shared_TD: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     gate_up_EIH, down_EHI = experts
     num_experts, width, inner = down_EHI.shape
@@ -60,10 +61,10 @@ def apply_experts(
     share_PD = x_TD.new_empty((chosen_TK.numel(), width), dtype=torch.float32)
     _multiply_rows(x_TD, rows, None, gate_up_EIH, inner_PI, num_chosen)
     _multiply_rows(inner_PI, rows, weight_TK, down_EHI, share_PD, 1)
-    out_TD = x_TD.new_empty(num_rows, width)
+    out_TD = x_TD.new_empty((num_rows, width), dtype=out_dtype)
     block = min(triton.next_power_of_2(width), 1024)
     _sum_kernel[(num_rows, triton.cdiv(width, block))](
-        *(share_PD, out_TD if shared_TD is None else shared_TD, out_TD),
+        *(share_PD, chosen_TK, out_TD if shared_TD is None else shared_TD, out_TD),
         0 if shared_TD is None else shared_TD.stride(0),
         WIDTH=width,
         CHOSEN=num_chosen,
@@ -355,6 +356,7 @@ def _place_kernel(  # noqa: PLR0913
 @triton.jit
 def _sum_kernel(  # noqa: PLR0913
     share_PD,
+    chosen_P,
     shared_TD,
     out_TD,
     shared_stride,
@@ -370,7 +372,10 @@ def _sum_kernel(  # noqa: PLR0913
     inside = column < WIDTH
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(CHOSEN):
-        total += tl.load(share_PD + (row * CHOSEN + k) * WIDTH + column, mask=inside, other=0.0)
+        entry = row * CHOSEN + k
+        # Nobody (-1) wrote nothing: what lies there is not a number of this step.
+        is_there = inside & (tl.load(chosen_P + entry) >= 0)
+        total += tl.load(share_PD + entry * WIDTH + column, mask=is_there, other=0.0)
     if HAS_SHARED:
         at = shared_TD + row * shared_stride + column
         total += tl.load(at, mask=inside, other=0.0).to(tl.float32)

@@ -1,5 +1,5 @@
 """Cases of routers and experts for the Triton twins: ties, NaN rows, groups, experts that nobody
-or everybody chose.
+or everybody chose, choices that are nobody.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class _Shape:
     inner: int
     has_shared: bool = False
     favourite: float = 0.0  # how much expert 1 is preferred
+    is_spread: bool = False  # half of the experts are elsewhere, and sums leave in fp32
 
 
 def cases() -> Iterator[TritonCase]:
@@ -47,11 +48,16 @@ def cases() -> Iterator[TritonCase]:
             reference="paceline.kernels.experts:apply_experts",
             fast="paceline.kernels.experts_triton:apply_experts",
             make=_expert_arguments(shape),
-            outputs=lambda _, result: [result],
+            outputs=_in_computed_type,
             dtypes=FLOATS,
             scale=2.0,  # of two products behind each other
             is_large=is_large,
         )
+
+
+def _in_computed_type(arguments: Arguments, result: Tensor) -> list[Tensor]:
+    """fp32 sums are of products in the type of x, and agree as well as those do."""
+    return [result.to(arguments[0].dtype), torch.tensor(result.element_size())]
 
 
 def _routings() -> Iterator[tuple[str, int, int, Routing, bool]]:
@@ -74,6 +80,9 @@ def _shapes() -> Iterator[tuple[str, _Shape, bool]]:
     yield "most of few", _Shape(64, 6, 3, 16, 20), False
     yield "many rows", _Shape(70, 6, 3, 40, 36, has_shared=True, favourite=2.0), False
     yield "many, unused experts", _Shape(100, 40, 1, 16, 16, favourite=4.0), False
+    yield "few, spread", _Shape(9, 10, 2, 40, 36, has_shared=True, is_spread=True), False
+    yield "many, spread", _Shape(90, 8, 3, 24, 20, is_spread=True), False
+    yield "nobody at all", _Shape(5, 6, 1, 16, 16, favourite=99.0, is_spread=True), False
     for rows in (1, 8, 32, 64, 65, 2048):
         yield f"glm {rows}", _Shape(rows, 64, 4, 2048, 1536, has_shared=True), True
         yield f"mixtral {rows}", _Shape(rows, 8, 2, 4096, 14336), True
@@ -105,10 +114,17 @@ def _expert_arguments(shape: _Shape) -> Make:
         if shape.rows > 2:
             logits_TE[2] = x_TD[2] = float("nan")
         chosen_TK, weight_TK = route(logits_TE, None, Routing(shape.chosen))
-        gate_up = normal(shape.experts, 2 * shape.inner, shape.width) * shape.width**-0.5
-        down = normal(shape.experts, shape.width, shape.inner) * shape.inner**-0.5
+        count = shape.experts
+        if shape.is_spread:
+            count //= 2
+            is_here_TK = chosen_TK >= shape.experts - count
+            chosen_TK = torch.where(is_here_TK, chosen_TK - (shape.experts - count), -1)
+            weight_TK = torch.where(is_here_TK, weight_TK, float("nan"))  # nobody reads it
+        gate_up = normal(count, 2 * shape.inner, shape.width) * shape.width**-0.5
+        down = normal(count, shape.width, shape.inner) * shape.inner**-0.5
         experts = ExpertWeights(gate_up.to(dtype), down.to(dtype))
         shared_TD = normal(shape.rows, shape.width).to(dtype) if shape.has_shared else None
-        return x_TD.to(dtype), chosen_TK, weight_TK, experts, shared_TD
+        out_dtype = torch.float32 if shape.is_spread else None
+        return x_TD.to(dtype), chosen_TK, weight_TK, experts, shared_TD, out_dtype
 
     return make

@@ -25,6 +25,9 @@ class ForwardInputs:
     position_T: Tensor  # clamped to the rotary table
     page_slot_T: Tensor  # flat slot to write KV to; -1 writes nothing
     attention: AttentionBatch
+    num_rows: int | None = (
+        None  # most entries that any rank has in this pass; None: as many as here
+    )
 
 
 class Attention(Protocol):

@@ -19,6 +19,7 @@ from paceline.kernels.dispatch import has_numba, pick_matmul
 from paceline.kernels.gemv import Product
 from paceline.kernels.gemv_table import pick_tile
 from paceline.kernels.matmul import BLOCK_BYTES, PanelWeight, pack_blocks, pack_dense
+from paceline.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,21 @@ class PackedFp16Linear:
     @property
     def nbytes(self) -> int:
         return self._nbytes
+
+
+class Reduced:
+    """A linear whose inputs are spread over ranks: each has a part of the sum."""
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self.part = part
+        self._group = group
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._group.all_reduce(self.part(x_TD))
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes
 
 
 def _prepack(weight: Tensor, bias: Tensor | None) -> Any:

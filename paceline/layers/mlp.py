@@ -8,11 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
 
 
 class Mlp(Protocol):
-    def __call__(self, x_TD: Tensor) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, inputs: ForwardInputs) -> Tensor: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -26,7 +27,7 @@ class GatedMlp:
     down: Linear
     silu_and_mul: Callable[[Tensor], Tensor]
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, inputs: ForwardInputs | None = None) -> Tensor:
         return self.down(self.silu_and_mul(self.gate_up(x_TD)))
 
     @property

@@ -6,12 +6,14 @@ of so many rows and columns. Never computes in fp8.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.models.sharding import Cut
 
 if TYPE_CHECKING:
     from paceline.models.weights import Weights
@@ -32,8 +34,8 @@ class BlockFp8Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
 
-    def load(self, name: str) -> Tensor:
-        value = self.source.load(name)
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        value = self.source.load(name, cut)
         if name + _SCALE not in self.source.names():
             if value.dtype.itemsize == 1:
                 raise CheckpointError(
@@ -43,16 +45,21 @@ class BlockFp8Weights:
             return value
         scale = self.source.load(name + _SCALE).float()
         rows, columns = self.size
-        wanted = (-(-value.shape[0] // rows), -(-value.shape[1] // columns))
+        shape = self.source.shape(name)
+        wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
         if tuple(scale.shape) != wanted:
             raise CheckpointError(
                 f"tensor {name + _SCALE!r} has shape {list(scale.shape)}; blocks of {rows} by "
                 f"{columns} of {name!r} ask for {list(wanted)}."
             )
-        wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return value.float().mul_(wide[: value.shape[0], : value.shape[1]])
+        for dim, size in enumerate(self.size):
+            index = torch.arange(shape[dim])
+            if cut is not None and cut.dim == dim:
+                index = replace(cut, dim=0).of(index)
+            scale = scale.index_select(dim, index // size)
+        return value.float().mul_(scale)
 
-    def blocks(self, name: str) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
         return None
 
     def close(self) -> None:

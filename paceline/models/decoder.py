@@ -1,4 +1,4 @@
-"""The common decoder body: Llama and its relatives, on one device, over a varlen batch.
+"""The common decoder body: Llama and its relatives, one rank of it, over a varlen batch.
 
 Computes; never loads (models/loading) and never looks at requests.
 """
@@ -15,6 +15,7 @@ from paceline.kernels.rope import HeadNorms
 from paceline.layers.attention import Attention, ForwardInputs, GroupedAttention
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMlp, Mlp
+from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
@@ -131,7 +132,7 @@ class LayerStack:
             assert x_TD is not None
             delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv)
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
-            delta_TD = layer.mlp(x_TD)
+            delta_TD = layer.mlp(x_TD, inputs)
         assert delta_TD is not None
         return delta_TD
 
@@ -144,9 +145,10 @@ class LayerStack:
 class Decoder(LayerStack):
     """A whole causal LM: tokens in, final hidden states out; logits on request."""
 
-    embedding_VD: Tensor
+    embedding: Embedding
     final_norm: Tensor
     lm_head: Linear
+    vocab: VocabShards  # what the lm_head has of it
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
         """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
@@ -167,7 +169,7 @@ class Decoder(LayerStack):
         return self._forward(inputs, pages, taps), taps.out_TD
 
     def _forward(self, inputs: ForwardInputs, pages: list[LayerPages], taps: Taps | None) -> Tensor:
-        residual_TD = self.embedding_VD.index_select(0, inputs.token_T).float()
+        residual_TD = self.embedding(inputs.token_T).float()
         if taps is not None:
             taps.take(0, residual_TD)
         delta_TD = self.run(residual_TD, inputs, pages, taps=taps)
@@ -178,9 +180,9 @@ class Decoder(LayerStack):
         return hidden_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """fp32 logits [N, V] of the rows that sample."""
+        """fp32 logits [N, V] of the rows that sample, V this rank's part of the vocabulary."""
         return self.lm_head(hidden_ND).float()
 
     @property
     def nbytes(self) -> int:
-        return self.layer_bytes + self.embedding_VD.nbytes + self.lm_head.nbytes
+        return self.layer_bytes + self.embedding.nbytes + self.lm_head.nbytes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
+from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import LayerStack
 from paceline.models.head_spec import Eagle3Spec
 from paceline.state.pages import LayerPages
@@ -26,6 +27,10 @@ class HeadModel(Protocol):
     """
 
     stack: LayerStack
+
+    @property
+    def vocab(self) -> VocabShards:
+        """Which part of its vocabulary the logits of this rank are of."""
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -43,7 +48,7 @@ class HeadModel(Protocol):
         """The next features, [T, D], which logits also come from."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """fp32 logits over its own vocabulary."""
+        """fp32 logits over this rank's part of its own vocabulary."""
 
 
 @dataclass(slots=True)
@@ -56,9 +61,10 @@ class EagleModel:
     """
 
     stack: LayerStack
-    embedding_VD: Tensor
+    embedding: Embedding
     fc: Linear
     lm_head: Linear
+    vocab: VocabShards
 
     tap_ids = ()
     token_of_V = None
@@ -68,7 +74,7 @@ class EagleModel:
 
     def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
         """Output of the last layer, [T, D]: the next feature, and what logits come from."""
-        token_TD = self.embedding_VD.index_select(0, inputs.token_T).to(feature_TD.dtype)
+        token_TD = self.embedding(inputs.token_T).to(feature_TD.dtype)
         x_TD = self.fc(torch.cat((token_TD, feature_TD), dim=1))
         residual_TD = x_TD.float()
         delta_TD = self.stack.run(residual_TD, inputs, pages, x_TD)
@@ -81,7 +87,7 @@ class EagleModel:
     @property
     def nbytes(self) -> int:
         """Without the lm_head, which is the target's."""
-        return self.stack.layer_bytes + self.fc.nbytes + self.embedding_VD.nbytes
+        return self.stack.layer_bytes + self.fc.nbytes + self.embedding.nbytes
 
 
 def _for_norm(x_TD: Tensor) -> Tensor:
@@ -120,12 +126,13 @@ class Eagle3Model:
 
     spec: Eagle3Spec
     stack: LayerStack
-    embedding_VD: Tensor
+    embedding: Embedding
     reader: TapReader | None
     token_norm: Tensor
     feature_norm: Tensor
     final_norm: Tensor
     lm_head: Linear
+    vocab: VocabShards
     token_of_V: Tensor | None
 
     @property
@@ -139,7 +146,7 @@ class Eagle3Model:
         """The next features, fp32 unless they are normed."""
         stack, eps = self.stack, self.stack.spec.norm_eps
         rms_norm = stack.kernels.rms_norm
-        token_TD = _for_norm(self.embedding_VD.index_select(0, inputs.token_T))
+        token_TD = _for_norm(self.embedding(inputs.token_T))
         normed_TD = rms_norm(_for_norm(feature_TD), self.feature_norm, eps)
         x_TD = torch.cat((rms_norm(token_TD, self.token_norm, eps), normed_TD), dim=1)
         # A copy: the stream is written in place, and the features are the target's or the step's.
@@ -160,7 +167,7 @@ class Eagle3Model:
     @property
     def nbytes(self) -> int:
         reader = 0 if self.reader is None else self.reader.nbytes
-        return self.stack.layer_bytes + reader + self.embedding_VD.nbytes + self.lm_head.nbytes
+        return self.stack.layer_bytes + reader + self.embedding.nbytes + self.lm_head.nbytes
 
 
 @dataclass(slots=True)
@@ -171,12 +178,13 @@ class MtpModel:
     """
 
     stack: LayerStack
-    embedding_VD: Tensor
+    embedding: Embedding
     token_norm: Tensor
     feature_norm: Tensor
     projection: Linear
     final_norm: Tensor
     lm_head: Linear
+    vocab: VocabShards
 
     tap_ids = ()
     token_of_V = None
@@ -187,7 +195,7 @@ class MtpModel:
     def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
         stack, eps = self.stack, self.stack.spec.norm_eps
         rms_norm = stack.kernels.rms_norm
-        token_TD = _for_norm(self.embedding_VD.index_select(0, inputs.token_T))
+        token_TD = _for_norm(self.embedding(inputs.token_T))
         token_TD = rms_norm(token_TD, self.token_norm, eps)
         feature_TD = rms_norm(_for_norm(feature_TD), self.feature_norm, eps)
         residual_TD = self.projection(torch.cat((token_TD, feature_TD), dim=1)).float()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.kernels.dispatch import pick_kernels
+from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.draft_heads import Eagle3Model, EagleModel, TapReader
 from paceline.models.fused import fuse_layers
@@ -24,13 +25,17 @@ from paceline.models.loading import (
     check_names,
     layer_shapes,
     load_layer,
+    open_reader,
     rotation_of,
 )
+from paceline.models.sharding import Cut, local_spec
 from paceline.models.spec import ModelSpec
+from paceline.parallel.groups import ALONE, Groups
 
 logger = logging.getLogger(__name__)
 
 _TABLE = "model.embed_tokens.weight"
+_HEAD = "model.lm_head.weight"
 _MARK = "model.layers.0.hidden_norm.weight"  # only EAGLE-3 heads have it
 
 
@@ -87,11 +92,11 @@ class _Renamed:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._stored[name])
 
-    def load(self, name: str) -> Tensor:
-        return self.source.load(self._stored[name])
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        return self.source.load(self._stored[name], cut)
 
-    def blocks(self, name: str) -> tuple[str, Tensor] | None:
-        return self.source.blocks(self._stored[name])
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+        return self.source.blocks(self._stored[name], cut)
 
 
 def load_eagle(
@@ -102,8 +107,9 @@ def load_eagle(
     target: Decoder,
     *,
     max_model_len: int,
+    groups: Groups = ALONE,
 ) -> EagleModel:
-    """Build the head. What it does not bring, it shares with the target."""
+    """Build this rank's part of the head. What it does not bring, it shares with the target."""
     renamed = _Renamed(source)
     names = renamed.names()
     if names & {"model.d2t", _MARK}:
@@ -120,20 +126,28 @@ def load_eagle(
         _check_rows(name, num_rows, target.spec.vocab_size)
         shapes.append((_TABLE, (num_rows, width)))
     check_names(spec, renamed, shapes)
-    read = Reader(renamed, formats)
+    tables = _tables(renamed, groups)
+    read = open_reader(spec, renamed, formats, groups, tables)
     return EagleModel(
         stack=_stack(spec, read, max_model_len),
-        embedding_VD=_table(read, target),
+        embedding=_embedding(read, tables.get(_TABLE), target),
         fc=read.linear(["model.fc"]),
         lm_head=target.lm_head,
+        vocab=target.vocab,
     )
+
+
+def _tables(source: WeightSource, groups: Groups) -> dict[str, VocabShards]:
+    """The head's own tables, each with its own number of rows."""
+    names = {_TABLE, _HEAD} & source.names()
+    return {n: VocabShards(source.shape(n)[0], groups.tp) for n in names}
 
 
 def _stack(
     spec: ModelSpec, read: Reader, max_model_len: int, *, is_alike: bool = True
 ) -> LayerStack:
     """`is_alike`: all layers have one shape, so that they may be fused."""
-    formats = read.formats
+    formats, spec = read.formats, local_spec(spec, read.groups)
     kernels = pick_kernels(
         formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
     )
@@ -166,9 +180,9 @@ def eagle3_shapes(spec: Eagle3Spec, target: ModelSpec) -> list[tuple[str, tuple[
         shapes |= {f"model.fc_norm.{i}.weight": (spec.target_size,) for i in each}
     if spec.draft_vocab_size != target.vocab_size:
         shapes["model.d2t"] = (spec.draft_vocab_size,)
-        shapes["model.lm_head.weight"] = (spec.draft_vocab_size, width)
+        shapes[_HEAD] = (spec.draft_vocab_size, width)
     if width != target.hidden_size:
-        shapes["model.lm_head.weight"] = (spec.draft_vocab_size, width)
+        shapes[_HEAD] = (spec.draft_vocab_size, width)
         shapes[_TABLE] = (layers.vocab_size, width)
     return list(shapes.items())
 
@@ -181,8 +195,12 @@ def load_eagle3(
     target: Decoder,
     *,
     max_model_len: int,
+    groups: Groups = ALONE,
 ) -> Eagle3Model:
-    """Build the head. What it does not bring, it shares with the target where that can be."""
+    """Build this rank's part of the head.
+
+    What it does not bring, it shares with the target where that can be.
+    """
     renamed = _Renamed(source)
     names = renamed.names()
     if _MARK not in names:
@@ -194,7 +212,7 @@ def load_eagle3(
     spec = replace(spec, layers=replace(layers, has_first_norm=False))
     shapes = dict(eagle3_shapes(spec, target.spec))
     optional: dict[str, tuple[int, ...]] = {
-        "model.lm_head.weight": (spec.draft_vocab_size, layers.hidden_size),
+        _HEAD: (spec.draft_vocab_size, layers.hidden_size),
         "model.d2t": (spec.draft_vocab_size,),
         "model.fc.bias": (layers.hidden_size,),
     }
@@ -206,19 +224,21 @@ def load_eagle3(
     if "model.t2d" in names:  # which tokens it can draft: d2t says it too
         shapes["model.t2d"] = renamed.shape("model.t2d")
     check_names(spec.layers, renamed, shapes.items())
-    read = Reader(renamed, formats)
+    tables = _tables(renamed, groups)
+    read = open_reader(spec.layers, renamed, formats, groups, tables)
     # The first layer reads twice the width.
     stack = _stack(spec.layers, read, max_model_len, is_alike=layers.num_layers == 1)
-    has_head = "model.lm_head.weight" in names
+    has_head = _HEAD in names
     return Eagle3Model(
         spec=spec,
         stack=stack,
-        embedding_VD=_table(read, target),
+        embedding=_embedding(read, tables.get(_TABLE), target),
         reader=_tap_reader(spec, read, stack) if spec.tap_ids else None,
         token_norm=read.norm("model.layers.0.input_layernorm.weight"),
         feature_norm=read.norm(_MARK),
         final_norm=read.norm("model.norm.weight"),
         lm_head=read.head("model.lm_head") if has_head else target.lm_head,
+        vocab=tables[_HEAD] if has_head else target.vocab,
         token_of_V=_token_of(name, read, target.spec.vocab_size),
     )
 
@@ -266,11 +286,9 @@ def _as_stored(spec: ModelSpec, names: set[str]) -> ModelSpec:
     )
 
 
-def _table(read: Reader, target: Decoder) -> Tensor:
-    """The head's embedding; the target's own tensor where the two are equal, as they often are."""
-    shared = target.embedding_VD
-    if _TABLE not in read.source.names():
-        return shared
-    table_VD = read.table(_TABLE)
-    is_alike = table_VD.shape == shared.shape and table_VD.dtype == shared.dtype
-    return shared if is_alike and torch.equal(table_VD, shared) else table_VD
+def _embedding(read: Reader, vocab: VocabShards | None, target: Decoder) -> Embedding:
+    """The head's embedding; the target's own where the two are equal, as they often are."""
+    if vocab is None:
+        return target.embedding
+    own = Embedding(read.table(_TABLE), vocab)
+    return target.embedding if own.is_same(target.embedding) else own

@@ -6,8 +6,8 @@ Reads one layer at a time, so that the checkpoint is never in memory twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,8 @@ from paceline.errors import CheckpointError
 from paceline.kernels.dispatch import Kernels, pick_kernels
 from paceline.kernels.rope import HeadNorms
 from paceline.layers.attention import Attention, GroupedAttention
-from paceline.layers.linear import BlockFormat, Linear, LinearFormat, for_logits
+from paceline.layers.linear import BlockFormat, Linear, LinearFormat, Reduced, for_logits
+from paceline.layers.mlp import GatedMlp, Mlp
 from paceline.layers.rope import (
     interleave_pairs,
     inverse_frequencies,
@@ -25,11 +26,22 @@ from paceline.layers.rope import (
     rotation_table,
     yarn_frequencies,
 )
+from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder, DecoderLayer
 from paceline.models.fused import fuse_layers
-from paceline.models.mla_loading import latent_shapes, load_latent_attention
-from paceline.models.moe_loading import load_moe, moe_shapes
+from paceline.models.mla_loading import latent_cuts, latent_shapes, load_latent_attention
+from paceline.models.moe_loading import load_moe, moe_cuts, moe_shapes
+from paceline.models.sharding import (
+    Cut,
+    Cuts,
+    SlicedSource,
+    even_cut,
+    kv_rows,
+    local_spec,
+    vocab_rows,
+)
 from paceline.models.spec import ModelSpec
+from paceline.parallel.groups import ALONE, Groups
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +56,14 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def load(self, name: str) -> Tensor: ...
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        """All of it, or only what `cut` wants; no more than that is read."""
 
-    def blocks(self, name: str) -> tuple[str, Tensor] | None:
-        """The type of a quantised matrix and its rows of bytes; None for plain numbers."""
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+        """The type of a quantised matrix and its rows of bytes; None for plain numbers.
+
+        Also None for a cut that goes through blocks.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,7 @@ class WeightFormats:
 class DummyWeights:
     """Random weights of the right shapes, for --load-format dummy: nothing is read."""
 
-    def blocks(self, name: str) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
         return None
 
     def __init__(self, shapes: Shapes, seed: int, device: torch.device) -> None:
@@ -82,7 +98,12 @@ class DummyWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        """A cut is one of the whole tensor, so that ranks hold parts of one model."""
+        whole = self._make(name)
+        return whole if cut is None else cut.of(whole).clone()
+
+    def _make(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
@@ -151,6 +172,52 @@ def _dense_mlp(spec: ModelSpec) -> list[tuple[str, int, int, bool]]:
     return [*up, ("mlp.down_proj", width, inner, has_bias)]
 
 
+def open_reader(
+    spec: ModelSpec,
+    source: WeightSource,
+    formats: WeightFormats,
+    groups: Groups,
+    tables: Mapping[str, VocabShards],
+    first: int = 0,
+) -> Reader:
+    """Reads this rank's slices of the layers, which begin at `first`, and of vocabulary tables."""
+    names = source.names()
+    cuts: Cuts = {}
+    for index in range(first, first + spec.num_layers):
+        cuts |= _layer_cuts(spec, index, names, groups)
+    if groups.tp.size > 1:
+        cuts |= {name: vocab_rows(vocab) for name, vocab in tables.items()}
+    if not cuts:
+        return Reader(source, formats, groups)
+    once = frozenset(n for n in names if n.endswith(("o_proj.bias", "down_proj.bias")))
+    return Reader(SlicedSource(source, cuts, once, groups.tp.rank == 0), formats, groups)
+
+
+def _layer_cuts(spec: ModelSpec, index: int, names: set[str], groups: Groups) -> Cuts:
+    """Heads and inner values are shared out; what each rank makes of them is a part of a sum."""
+    at, tp, cuts = f"model.layers.{index}.", groups.tp, Cuts()
+    moe = spec.experts_of(index)
+    if moe is not None and (tp.size > 1 or groups.exchange is not None):
+        cuts |= moe_cuts(spec, moe, at, names, groups)
+    if tp.size == 1:
+        return cuts
+    if spec.mla is not None:
+        cuts |= latent_cuts(spec, at + "self_attn.", tp)
+    else:
+        heads = even_cut(0, spec.num_heads * spec.head_size, tp)
+        for name, rows in (("q", heads), ("k", kv_rows(spec, tp)), ("v", kv_rows(spec, tp))):
+            cuts[f"{at}self_attn.{name}_proj.weight"] = rows
+            cuts[f"{at}self_attn.{name}_proj.bias"] = rows
+        cuts[f"{at}self_attn.o_proj.weight"] = replace(heads, dim=1)
+    if moe is None:
+        inner = even_cut(0, spec.intermediate_size, tp)
+        for name in ("gate", "up"):
+            cuts[f"{at}mlp.{name}_proj.weight"] = inner
+            cuts[f"{at}mlp.{name}_proj.bias"] = inner
+        cuts[f"{at}mlp.down_proj.weight"] = replace(inner, dim=1)
+    return cuts
+
+
 def check_names(spec: ModelSpec, source: WeightSource, shapes: Shapes) -> None:
     """Name the first missing tensor or wrong shape; warn about tensors that nobody reads."""
     names = source.names()
@@ -188,12 +255,19 @@ def load_decoder(
     *,
     max_model_len: int,
     progress: Progress | None = None,
+    groups: Groups = ALONE,
 ) -> Decoder:
-    """Build the decoder, layer by layer. `progress` gets a name and a share of the work."""
+    """Build this rank's part of the decoder, layer by layer.
+
+    `spec` and `source` are the whole model's. `progress` gets a name and a share of the work.
+    """
     # The file's own head wins over the flag, as in transformers.
     has_head = "lm_head.weight" in source.names()
     check_names(spec, source, expected_shapes(spec, source.names()))
-    read = Reader(source, formats)
+    vocab = VocabShards(spec.vocab_size, groups.tp)
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    read = open_reader(spec, source, formats, groups, dict.fromkeys(tables, vocab))
+    spec = local_spec(spec, groups)
     kernels = pick_kernels(
         formats.device, spec.head_size, spec.group_size, formats.has_fixed_shapes
     )
@@ -205,10 +279,11 @@ def load_decoder(
     head = "lm_head" if has_head else "model.embed_tokens"
     decoder = Decoder(
         spec=spec,
-        embedding_VD=read.table("model.embed_tokens.weight"),
+        embedding=Embedding(read.table("model.embed_tokens.weight"), vocab),
         layers=layers,
         final_norm=read.norm("model.norm.weight"),
         lm_head=read.head(head),
+        vocab=vocab,
         rotation=rotation_of(spec, source, max_model_len).to(formats.device),
         kernels=kernels,
         fused=fuse_layers(spec, layers, kernels, formats.device),
@@ -228,6 +303,7 @@ class Reader:
 
     source: WeightSource
     formats: WeightFormats
+    groups: Groups = ALONE
 
     def tensor(self, name: str) -> Tensor:
         value = self.source.load(name)
@@ -261,6 +337,11 @@ class Reader:
         rows = [_interleaved(self.tensor(n), h) for n, h in zip(weights, pairs, strict=True)]
         return self.formats.linear(torch.cat(rows), bias)
 
+    def reduced(self, name: str) -> Linear:
+        """A projection whose inputs the ranks have parts of."""
+        part, tp = self.linear([name]), self.groups.tp
+        return Reduced(part, tp) if tp.is_active else part
+
     def _blocks(self, names: list[str], heads: list[int]) -> tuple[str, Tensor] | None:
         """The rows of all of them, where all are quantised alike and nothing is to be rounded."""
         if self.formats.blocks is None or self.formats.round_to is not None:
@@ -283,7 +364,17 @@ def load_layer(spec: ModelSpec, read: Reader, index: int, kernels: Kernels) -> D
         input_norm=read.norm(at + "input_layernorm.weight") if has_norm else None,
         attention=_load_attention(spec, read, at + "self_attn.", kernels),
         post_norm=read.norm(at + "post_attention_layernorm.weight"),
-        mlp=load_moe(spec, read, at, index, kernels),
+        mlp=_load_mlp(spec, read, at, index, kernels),
+    )
+
+
+def _load_mlp(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernels) -> Mlp:
+    if spec.experts_of(index) is not None:
+        return load_moe(spec, read, at, index, kernels)
+    return GatedMlp(
+        gate_up=read.linear([at + "mlp.gate_proj", at + "mlp.up_proj"]),
+        down=read.reduced(at + "mlp.down_proj"),
+        silu_and_mul=kernels.silu_and_mul,
     )
 
 
@@ -297,7 +388,7 @@ def _load_attention(spec: ModelSpec, read: Reader, at: str, kernels: Kernels) ->
     projections = [f"{at}{x}_proj" for x in "qkv"]
     return GroupedAttention(
         qkv=read.linear(projections, [spec.num_heads, spec.num_kv_heads, 0]),
-        o=read.linear([at + "o_proj"]),
+        o=read.reduced(at + "o_proj"),
         kernels=kernels,
         scale=spec.head_size**-0.5,
         head_norms=norms,

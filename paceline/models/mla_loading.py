@@ -14,7 +14,9 @@ from paceline.kernels.dispatch import pick_latent_kernels
 from paceline.kernels.mla import LatentNorm
 from paceline.layers.mla import LatentAttention, QueryRank
 from paceline.layers.rope import interleave_pairs
+from paceline.models.sharding import Cuts, even_cut
 from paceline.models.spec import MlaSpec, ModelSpec
+from paceline.parallel.collectives import Group
 
 if TYPE_CHECKING:
     from paceline.models.loading import Reader
@@ -45,6 +47,18 @@ def latent_shapes(spec: ModelSpec, at: str) -> list[Shape]:
     return shapes
 
 
+def latent_cuts(spec: ModelSpec, at: str, group: Group) -> Cuts:
+    """Shared out by head; the narrow vectors, and so the cache, are whole on every rank."""
+    mla, heads = _mla(spec), spec.num_heads
+    queries = even_cut(0, heads * mla.query_size, group)
+    return {
+        at + "q_proj.weight": queries,
+        at + "q_b_proj.weight": queries,
+        at + "kv_b_proj.weight": even_cut(0, heads * (mla.nope_size + mla.value_size), group),
+        at + "o_proj.weight": even_cut(1, heads * mla.value_size, group),
+    }
+
+
 def load_latent_attention(spec: ModelSpec, read: Reader, at: str) -> LatentAttention:
     mla, heads, formats = _mla(spec), spec.num_heads, read.formats
     query_name, kv_name = at + "q_proj", at + "kv_a_proj_with_mqa"
@@ -73,7 +87,7 @@ def load_latent_attention(spec: ModelSpec, read: Reader, at: str) -> LatentAtten
         key_NQL=key_NQL.contiguous(),
         value_NLV=value_NVL.transpose(1, 2).contiguous(),
         norm=LatentNorm(read.norm(at + "kv_a_layernorm.weight"), mla.norm_eps),
-        o=read.linear([at + "o_proj"]),
+        o=read.reduced(at + "o_proj"),
         kernels=pick_latent_kernels(formats.device),
         scale=mla.query_size**-0.5 * spec.rope.softmax_factor,
     )

@@ -1,6 +1,7 @@
 """Checkpoint tensors to a block of experts: per expert or fused, under any family's names.
 
-Every layer is looked at for itself, for one checkpoint may hold both layouts.
+Every layer is looked at for itself, for one checkpoint may hold both layouts. A rank reads its own
+experts (spread over ranks), or its slices of all of them (tensor parallel), and nothing else.
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ from paceline.kernels.dispatch import Kernels, pick_moe_kernels
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.routing import Routing
 from paceline.layers.linear import CudaLinear, Linear, exact_linear
-from paceline.layers.mlp import GatedMlp, Mlp
-from paceline.layers.moe import Experts, MoeMlp, Router, SeparateExperts, StackedExperts
+from paceline.layers.mlp import GatedMlp
+from paceline.layers.moe import (
+    Experts,
+    MoeMlp,
+    ReducedExperts,
+    Router,
+    SeparateExperts,
+    SpreadExperts,
+    StackedExperts,
+)
+from paceline.models.sharding import Cut, Cuts, even_cut
 from paceline.models.spec import ModelSpec, MoeSpec
+from paceline.parallel.groups import Groups
 
 if TYPE_CHECKING:
     from paceline.models.loading import Reader
@@ -75,11 +86,48 @@ def moe_shapes(spec: ModelSpec, moe: MoeSpec, at: str, names: set[str] | None) -
     return shapes
 
 
-def load_moe(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernels) -> Mlp:
-    """The MLP block of layer `index`, whose names begin with `at` ("model.layers.3.")."""
+def moe_cuts(
+    spec: ModelSpec, moe: MoeSpec, at: str, names: set[str] | None, groups: Groups
+) -> Cuts:
+    """What this rank reads of the tensors of `moe_shapes`, where that is not all.
+
+    Experts that are stored one by one and belong to other ranks are not here: nobody asks for them.
+    """
+    found, tp = _find(at, names), groups.tp
+    cuts: Cuts = {}
+    if moe.shared_inner_size and tp.size > 1:
+        shared = found.block + "shared_experts."
+        for dim, name in ((0, "gate_proj"), (0, "up_proj"), (1, "down_proj")):
+            cuts[f"{shared}{name}.weight"] = even_cut(dim, moe.shared_inner_size, tp)
+    if groups.exchange is not None:
+        own = groups.exchange.share(moe.num_experts)
+        fused = [x for x in (found.gate_up, found.down) if x is not None]
+        return cuts | {x: Cut(0, ((own.start, own.stop),)) for x in fused}
+    return cuts if tp.size == 1 else cuts | _sliced_experts(moe, found, groups)
+
+
+def _sliced_experts(moe: MoeSpec, found: _Names, groups: Groups) -> Cuts:
+    """The same slice of every expert: rows of gate and of up, columns of down."""
+    rows, columns = (even_cut(dim, moe.inner_size, groups.tp) for dim in (0, 1))
+    cuts: Cuts = {}
+    if found.gate_up is not None:
+        ((start, stop),) = rows.ranges
+        up = (start + moe.inner_size, stop + moe.inner_size)
+        cuts[found.gate_up] = Cut(1, ((start, stop), up))
+    if found.down is not None:
+        cuts[found.down] = even_cut(2, moe.inner_size, groups.tp)
+    for i in range(moe.num_experts):
+        if found.gate_up is None:
+            cuts |= {found.expert(i, m) + ".weight": rows for m in (0, 1)}
+        if found.down is None:
+            cuts[found.expert(i, 2) + ".weight"] = columns
+    return cuts
+
+
+def load_moe(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernels) -> MoeMlp:
+    """The experts of layer `index`, whose names begin with `at` ("model.layers.3.")."""
     moe = spec.experts_of(index)
-    if moe is None:
-        return load_gated(read, at + "mlp.", kernels)
+    assert moe is not None, f"layer {index} has no experts"
     found = _find(at, read.source.names())
     device = read.formats.device
     bias = None
@@ -92,7 +140,7 @@ def load_moe(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernel
     return MoeMlp(
         router=Router(_load_router(read, found), bias, routing_of(moe), fast.route),
         experts=_load_experts(moe, read, found, kernels),
-        shared=load_gated(read, shared, kernels) if moe.shared_inner_size else None,
+        shared=_load_shared(read, shared, kernels) if moe.shared_inner_size else None,
     )
 
 
@@ -106,8 +154,8 @@ def _load_router(read: Reader, found: _Names) -> Linear:
     return router
 
 
-def load_gated(read: Reader, at: str, kernels: Kernels) -> GatedMlp:
-    """One ordinary MLP."""
+def _load_shared(read: Reader, at: str, kernels: Kernels) -> GatedMlp:
+    """An ordinary MLP, or this rank's part of one: the experts' sum over ranks takes it along."""
     return GatedMlp(
         gate_up=read.linear([at + "gate_proj", at + "up_proj"]),
         down=read.linear([at + "down_proj"]),
@@ -127,42 +175,58 @@ def routing_of(moe: MoeSpec) -> Routing:
 
 
 def _load_experts(moe: MoeSpec, read: Reader, found: _Names, kernels: Kernels) -> Experts:
+    groups, count = read.groups, moe.num_experts
+    if groups.exchange is not None:
+        own = groups.exchange.share(count)
+        inner = _load_own(own, read, found, kernels, torch.float32)
+        # A draft that is whole on every rank of `tp` has its shared expert whole, too.
+        return SpreadExperts(inner, groups.exchange, count, groups.tp is groups.exchange.tp)
+    if groups.tp.is_active:
+        inner = _load_own(range(count), read, found, kernels, torch.float32)
+        return ReducedExperts(inner, groups.tp)
+    return _load_own(range(count), read, found, kernels, None)
+
+
+def _load_own(
+    own: range, read: Reader, found: _Names, kernels: Kernels, out_dtype: torch.dtype | None
+) -> Experts:
+    """The experts of this rank, numbered from 0. A fused tensor is cut to them already."""
     formats = read.formats
     if formats.has_fixed_shapes:
         weights = ExpertWeights(
-            _stacked(moe, read, found, (0, 1), found.gate_up),
-            _stacked(moe, read, found, (2,), found.down),
+            _stacked(own, read, found, (0, 1), found.gate_up),
+            _stacked(own, read, found, (2,), found.down),
         )
-        return StackedExperts(weights, pick_moe_kernels(formats.device).apply_experts)
-    gate_up = _separate(moe, read, found, (0, 1), found.gate_up)
-    down = _separate(moe, read, found, (2,), found.down)
+        apply = pick_moe_kernels(formats.device).apply_experts
+        return StackedExperts(weights, apply, out_dtype)
+    gate_up = _separate(own, read, found, (0, 1), found.gate_up)
+    down = _separate(own, read, found, (2,), found.down)
     pairs = zip(gate_up, down, strict=True)
     return SeparateExperts([GatedMlp(*pair, kernels.silu_and_mul) for pair in pairs])
 
 
 def _separate(
-    moe: MoeSpec, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
+    own: range, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
 ) -> list[Linear]:
     if fused is not None:
         return [read.formats.linear(x.contiguous(), None) for x in read.tensor(fused)]
-    experts = range(moe.num_experts)
-    return [read.linear([found.expert(i, m) for m in parts]) for i in experts]
+    return [read.linear([found.expert(i, m) for m in parts]) for i in own]
 
 
 def _stacked(
-    moe: MoeSpec, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
+    own: range, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
 ) -> Tensor:
-    """One tensor of all experts on the device, filled expert by expert."""
+    """One tensor of the experts on the device, filled expert by expert."""
     formats = read.formats
     if fused is not None:
         return read.tensor(fused).to(formats.device, formats.compute).contiguous()
     stack: Tensor | None = None
-    for i in range(moe.num_experts):
-        rows = [read.tensor(found.expert(i, m) + ".weight") for m in parts]
+    for index, expert in enumerate(own):
+        rows = [read.tensor(found.expert(expert, m) + ".weight") for m in parts]
         if stack is None:
-            shape = (moe.num_experts, sum(len(x) for x in rows), rows[0].shape[1])
+            shape = (len(own), sum(len(x) for x in rows), rows[0].shape[1])
             stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
-        for place, part in zip(stack[i].split([len(x) for x in rows]), rows, strict=True):
+        for place, part in zip(stack[index].split([len(x) for x in rows]), rows, strict=True):
             place.copy_(part)
     assert stack is not None
     return stack

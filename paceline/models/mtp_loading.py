@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.layers.linear import Linear
+from paceline.kernels.dispatch import pick_kernels
+from paceline.layers.vocab import Embedding, VocabShards, all_agree
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.draft_heads import MtpModel
 from paceline.models.fused import fuse_layers
@@ -22,8 +23,11 @@ from paceline.models.loading import (
     check_names,
     layer_shapes,
     load_layer,
+    open_reader,
 )
+from paceline.models.sharding import Cut, local_spec, vocab_rows
 from paceline.models.spec import ModelSpec
+from paceline.parallel.groups import ALONE, Groups
 
 _FIRST = "model.layers.0."
 
@@ -65,11 +69,11 @@ class _OneLayer:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
 
-    def load(self, name: str) -> Tensor:
-        return self.source.load(name)
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        return self.source.load(name, cut)
 
-    def blocks(self, name: str) -> tuple[str, Tensor] | None:
-        return self.source.blocks(name)
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+        return self.source.blocks(name, cut)
 
 
 def load_mtp(
@@ -78,8 +82,10 @@ def load_mtp(
     source: WeightSource,
     formats: WeightFormats,
     target: Decoder,
+    *,
+    groups: Groups = ALONE,
 ) -> MtpModel:
-    """Build the head from the target's checkpoint."""
+    """Build this rank's part of the head from the target's checkpoint."""
     index = target.spec.num_layers
     at = f"model.layers.{index}."
     layer = _OneLayer(source, at)
@@ -91,42 +97,47 @@ def load_mtp(
             'original checkpoint, or another method than "mtp".'
         )
     shapes = dict(mtp_shapes(spec, index, layer.names()))
-    tables = {at + "embed_tokens.weight", at + "shared_head.head.weight"} & layer.names()
+    table, head = at + "embed_tokens.weight", at + "shared_head.head.weight"
+    tables = {table, head} & layer.names()
     vocabulary = (target.spec.vocab_size, spec.hidden_size)
     check_names(spec, layer, [*shapes.items(), *((n, vocabulary) for n in sorted(tables))])
-    read = Reader(layer, formats)
-    layers = [load_layer(spec, read, index, target.kernels)]
+    vocab = VocabShards(target.spec.vocab_size, groups.tp)
+    read = open_reader(spec, layer, formats, groups, dict.fromkeys(tables, vocab), index)
+    spec = local_spec(spec, groups)
+    # Not the target's: at another layout there are other groups of heads.
+    shape = (spec.head_size, spec.group_size, formats.has_fixed_shapes)
+    kernels = pick_kernels(formats.device, *shape)
+    layers = [load_layer(spec, read, index, kernels)]
+    brings_head = head in tables and not _is_targets(source, head, target)
     return MtpModel(
         stack=LayerStack(
             spec=spec,
             layers=layers,
             rotation=target.rotation,
-            kernels=target.kernels,
-            fused=fuse_layers(spec, layers, target.kernels, formats.device),
+            kernels=kernels,
+            fused=fuse_layers(spec, layers, kernels, formats.device),
         ),
-        embedding_VD=_table(read, at + "embed_tokens.weight", target),
+        embedding=_embedding(read, table, vocab, target),
         token_norm=read.norm(at + "enorm.weight"),
         feature_norm=read.norm(at + "hnorm.weight"),
         projection=read.linear([at + "eh_proj"]),
         final_norm=read.norm(at + "shared_head.norm.weight"),
-        lm_head=_head(read, at + "shared_head.head", source, target),
+        lm_head=read.head(head.removesuffix(".weight")) if brings_head else target.lm_head,
+        vocab=vocab if brings_head else target.vocab,
     )
 
 
-def _table(read: Reader, name: str, target: Decoder) -> Tensor:
-    shared = target.embedding_VD
+def _embedding(read: Reader, name: str, vocab: VocabShards, target: Decoder) -> Embedding:
     if name not in read.source.names():
-        return shared
-    table_VD = read.table(name)
-    return shared if torch.equal(table_VD, shared) else table_VD
+        return target.embedding
+    own = Embedding(read.table(name), vocab)
+    return target.embedding if own.is_same(target.embedding) else own
 
 
-def _head(read: Reader, name: str, source: WeightSource, target: Decoder) -> Linear:
-    """The target's, unless the layer has another one. Files hold a copy as a rule."""
-    names, own = source.names(), f"{name}.weight"
-    if own not in names:
-        return target.lm_head
+def _is_targets(source: WeightSource, name: str, target: Decoder) -> bool:
+    """Whether a head is the target's: files hold a copy as a rule. Asked by all of its ranks."""
+    names, vocab = source.names(), target.vocab
     shared = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
-    if torch.equal(source.load(own), source.load(shared)):
-        return target.lm_head
-    return read.head(name)
+    cut = vocab_rows(vocab)
+    is_same = torch.equal(source.load(name, cut), source.load(shared, cut))
+    return all_agree(vocab.group, is_same, target.final_norm.device)

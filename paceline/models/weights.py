@@ -9,6 +9,8 @@ import pickle
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -16,6 +18,7 @@ from paceline.checkpoint.gguf_weights import GgufWeights
 from paceline.checkpoint.source import ModelFiles
 from paceline.errors import CheckpointError, nearest
 from paceline.models.block_fp8 import BlockFp8Weights
+from paceline.models.sharding import Cut
 from paceline.models.spec import fp8_block_size
 
 T = TypeVar("T")
@@ -23,16 +26,22 @@ _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights(Protocol):
-    """Tensors by name. `load` gives what is stored; quantised tensors come out as float32."""
+    """Tensors by name. `load` gives what is stored; quantised tensors come out as float32.
+
+    With a `cut` only its bytes are read, where the file's layout allows it.
+    """
 
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def load(self, name: str) -> torch.Tensor: ...
+    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor: ...
 
-    def blocks(self, name: str) -> tuple[str, torch.Tensor] | None:
-        """A quantised tensor as stored: its type and its rows of bytes. None for plain numbers."""
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, torch.Tensor] | None:
+        """A quantised tensor as stored: its type and its rows of bytes.
+
+        None for plain numbers, and for a cut that goes through blocks.
+        """
 
     def close(self) -> None: ...
 
@@ -74,11 +83,14 @@ class _SafetensorsWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._of(name).get_slice(name).get_shape())
 
-    def load(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._of(name).get_tensor(name)
-        return tensor
+    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        if cut is None:
+            tensor: torch.Tensor = self._of(name).get_tensor(name)
+            return tensor
+        stored = self._of(name).get_slice(name)
+        return cut.joined([stored[x] for x in cut.slices()])
 
-    def blocks(self, name: str) -> None:
+    def blocks(self, name: str, cut: Cut | None = None) -> None:
         return None
 
     def close(self) -> None:
@@ -112,10 +124,11 @@ class _PickledWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(_lookup(self._tensors, name, self._where).shape)
 
-    def load(self, name: str) -> torch.Tensor:
-        return _lookup(self._tensors, name, self._where).contiguous()
+    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        mapped = _lookup(self._tensors, name, self._where)
+        return (mapped if cut is None else cut.of(mapped)).contiguous()
 
-    def blocks(self, name: str) -> None:
+    def blocks(self, name: str, cut: Cut | None = None) -> None:
         return None
 
     def close(self) -> None:
@@ -153,21 +166,41 @@ class _TorchGguf:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
-    def load(self, name: str) -> torch.Tensor:
+    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        raw = self._raw(name, cut)
+        if raw is None:
+            assert cut is not None
+            return cut.of(self.load(name)).contiguous()
+        shape = self.shape(name) if cut is None else cut.shape(self.shape(name))
         dtype = _HALF.get(self._weights.kind(name))
         if dtype is not None:
-            rows = torch.from_numpy(self._weights.raw(name).copy())
-            return rows.view(dtype).reshape(self.shape(name))
-        values = self._weights.load(name)
+            return torch.from_numpy(raw.copy()).view(dtype).reshape(shape)
+        values = self._weights.numbers(name, raw).reshape(shape)
         if not values.flags.writeable:  # float32 tensors are views of the file
             values = values.copy()
         return torch.from_numpy(values)
 
-    def blocks(self, name: str) -> tuple[str, torch.Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, torch.Tensor] | None:
         kind = self._weights.kind(name)
         if kind == "F32" or kind in _HALF:
             return None
-        return kind, torch.from_numpy(self._weights.raw(name).copy())
+        raw = self._raw(name, cut)
+        return None if raw is None else (kind, torch.from_numpy(raw.copy()))
+
+    def _raw(self, name: str, cut: Cut | None) -> npt.NDArray[np.uint8] | None:
+        """The stored bytes; None: the cut goes through blocks, or through no matrix."""
+        if cut is None:
+            return self._weights.raw(name)
+        if len(self.shape(name)) != 2:
+            return None
+        if cut.dim == 0:
+            return np.concatenate([self._weights.raw(name, x) for x in cut.ranges])
+        count, size = self._weights.block(name)
+        if any(x % count for ends in cut.ranges for x in ends):
+            return None
+        rows, ranges = self._weights.raw(name), cut.ranges
+        parts = [rows[:, a // count * size : b // count * size] for a, b in ranges]
+        return np.concatenate(parts, axis=1)
 
     def close(self) -> None:
         pass  # the mapping goes with the last array that looks at it

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,9 +25,12 @@ from paceline.state.packets import PacketWriter
 from paceline.state.readback import RingReader
 from paceline.state.step_buffers import RING_ENTRIES
 from paceline.step import (
+    Extent,
     InFlightStep,
     LateMasks,
+    Lockstep,
     RunnerInfo,
+    SlotInit,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -45,6 +48,10 @@ class _SlotNeeds:
     num_logprobs: int = -1
     prompt: PromptScores | None = None
 
+    @property
+    def is_eager(self) -> bool:
+        return self.has_custom or self.prompt is not None
+
 
 class CudaRunner:
     """See step.Runner. Every method is called by the loop thread.
@@ -59,10 +66,12 @@ class CudaRunner:
         buckets: Buckets,
         *,
         custom: CustomProcessors | None = None,
+        lockstep: Lockstep | None = None,
         use_graphs: bool = True,
     ) -> None:
         self._device = device
         self._info = info
+        self.lockstep = lockstep
         self._buckets = buckets
         self._custom = custom
         self._needs_S = [_SlotNeeds() for _ in range(info.num_slots + 1)]
@@ -71,6 +80,7 @@ class CudaRunner:
         self._reader = RingReader(device.ring, device.logprobs, self._is_idle)
         self._graphs = Graphs(self._run, device.slots.device) if use_graphs else None
         self._wanted: Iterator[GraphKey] = iter(())
+        self._has_wanted = False
         self._newest: tuple[int, StepResult] | None = None  # its end is not known yet
         self.num_eager = 0
 
@@ -94,14 +104,25 @@ class CudaRunner:
 
     # ---- steps
 
+    def extent(self, plan: StepPlan) -> Extent:
+        admitted = {init.slot: self._needs_of(init) for init in plan.admissions}
+        needs = [admitted.get(slot) or self._needs_S[slot] for slot in plan.slot_B.tolist()]
+        return replace(
+            plan.extent(),
+            tail=max((n.tail for n in needs), default=Tail.GREEDY),
+            # Prompt scores, late masks and foreign code read the device.
+            has_graph=plan.late_B is None and not any(n.is_eager for n in needs),
+        )
+
     def launch(self, plan: StepPlan) -> InFlightStep:
         entry = self._turn % RING_ENTRIES
         self._admit(entry, plan)
-        shape = self._buckets.shape_of(plan)
+        extent = plan.agreed or self.extent(plan)
+        shape, tail = self._buckets.shape_of(extent), Tail(extent.tail)
+        self._device.groups.contract.step = plan.step
         self._writer.write(entry, plan, row_starts(plan, shape), draft_starts(plan, shape))
         self._turn += 1
         needs = [self._needs_S[slot] for slot in plan.slot_B.tolist()]
-        tail = max((n.tail for n in needs), default=Tail.GREEDY)
         step = _Step(self, plan, entry)
         if tail is Tail.FULL:
             step.asked = [(i, n.num_logprobs) for i, n in enumerate(needs) if n.num_logprobs >= 0]
@@ -109,16 +130,16 @@ class CudaRunner:
             step.forwarded = step_a(self._device, shape)
             return step
         key = GraphKey(shape, tail)
-        scores = [n.prompt for n in needs]
-        if any(n.has_custom for n in needs) or any(scores):
-            # Prompt scores and foreign code read the device: such steps run eagerly, and wait.
+        if any(n.is_eager for n in needs):
+            # Such steps wait for the device.
+            scores = [n.prompt for n in needs]
             forwarded = step_a(self._device, shape)
             model, starts = self._device.model, row_starts(plan, shape).tolist()
             step.prompt_logprobs = score_prompts(model, plan, scores, starts, forwarded.hidden_TD)
             step_b(self._device, forwarded, tail, custom=self._custom)
             self.num_eager += 1
             self._forget_scored(plan)
-        elif self._graphs is None or not self._buckets.is_captured(shape):
+        elif self._graphs is None or not extent.has_graph or not self._buckets.is_captured(shape):
             self.num_eager += 1
             self._run(key)
         else:
@@ -132,17 +153,21 @@ class CudaRunner:
             vocab_size = self._info.vocab_size
             row = slot_rows(request, init.max_len, init.prompt_len, vocab_size=vocab_size)
             admissions.append((init, row))
-            names = tuple(params.logits_processors or ())
             if self._custom is not None:
+                names = tuple(params.logits_processors or ())
                 self._custom.assign(init.slot, names, params.extra_args)
-            is_probabilistic = self._device.drafter.is_probabilistic
-            self._needs_S[init.slot] = _SlotNeeds(
-                tail=tail_of(request, sampled_drafts=is_probabilistic),
-                has_custom=bool(names),
-                num_logprobs=-1 if params.logprobs is None else min(params.logprobs, vocab_size),
-                prompt=PromptScores.of(init),
-            )
+            self._needs_S[init.slot] = self._needs_of(init)
         self._writer.admit(entry, admissions)
+
+    def _needs_of(self, init: SlotInit) -> _SlotNeeds:
+        params, most = init.request.params, self._info.vocab_size
+        is_probabilistic = self._device.drafter.is_probabilistic
+        return _SlotNeeds(
+            tail=tail_of(init.request, sampled_drafts=is_probabilistic),
+            has_custom=bool(params.logits_processors),
+            num_logprobs=-1 if params.logprobs is None else min(params.logprobs, most),
+            prompt=PromptScores.of(init),
+        )
 
     def _forget_scored(self, plan: StepPlan) -> None:
         """From its last prompt position on, a request is like any other."""
@@ -182,6 +207,8 @@ class CudaRunner:
         plan, entry = step.plan, step.entry
         self._reader.wait(entry, plan.step)
         result = self._reader.result(entry, plan)
+        if self._device.groups.results is not None:
+            self._device.groups.results.compare(result)
         result.prompt_logprobs = step.prompt_logprobs
         result.logprobs = self._reader.logprobs(entry, result, step.asked)
         if plan.late_B is not None:
@@ -215,7 +242,11 @@ class CudaRunner:
         for number, key in enumerate(first):
             progress("capturing graphs", number / len(first))
             self._capture(self._graphs, key)
-        self._wanted = iter(rest)
+        self._wanted, self._has_wanted = iter(rest), True
+
+    @property
+    def has_spare_work(self) -> bool:
+        return self._graphs is not None and self._has_wanted
 
     def use_spare_time(self) -> bool:
         """Capture one more graph while nobody waits. False: there is nothing left to do."""
@@ -223,6 +254,7 @@ class CudaRunner:
             return False
         key = next((k for k in self._wanted if k not in self._graphs), None)
         if key is None:
+            self._has_wanted = False
             return False
         self._capture(self._graphs, key)
         return True

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.drafters.base import Drafter
 from paceline.kernels.advance import advance
 from paceline.models.decoder import Decoder
+from paceline.parallel.groups import Groups
 from paceline.runner.inputs import StepInputs, build_inputs
 from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.varlen_drafts import VarlenDraftStep
@@ -38,13 +39,14 @@ class Device:
     pages: Pages
     rules: AcceptRules
     custom: CustomProcessors | None
+    groups: Groups
 
 
 @dataclass(slots=True)
 class Forwarded:
     """What A leaves for B."""
 
-    inputs: StepInputs | None
+    inputs: StepInputs
     hidden_TD: Tensor | None = None
     feature_TD: Tensor | None = None  # for the drafter
     logits_NV: Tensor | None = None
@@ -52,10 +54,12 @@ class Forwarded:
 
 def step_a(device: Device, plan: StepPlan) -> Forwarded:
     """Inputs from slot state, the target's forward, logits of the rows that sample."""
-    spec = device.model.spec
+    spec, contract = device.model.spec, device.groups.contract
+    contract.step, contract.phase = plan.step, "target"
     inputs = build_inputs(plan, device.slots, device.pages, spec.group_size)
-    if inputs is None:
-        return Forwarded(None)
+    # A step of several replicas has the same phases on all of them, whoever has rows.
+    if not len(inputs.row_B) and plan.agreed is None:
+        return Forwarded(inputs)
     hidden_TD, feature_TD = device.model.forward_with_features(
         inputs.forward, device.layer_pages, device.drafter.tap_ids
     )
@@ -76,8 +80,12 @@ def step_b(
 ) -> None:
     """Verify and cut, hand the result out, advance the slots, propose the next drafts."""
     result = _empty_result(plan)
+    contract = device.groups.contract
+    contract.step, contract.phase = plan.step, "verify"
     inputs, feature_TD = forwarded.inputs, forwarded.feature_TD
-    if inputs is None or forwarded.hidden_TD is None or feature_TD is None:
+    if forwarded.hidden_TD is None or feature_TD is None:
+        if late is not None:
+            result.draft_BK = np.full((plan.num_rows, plan.k), -1, np.int32)
         on_result(result)
         return
     accepted: Accepted | None = None
@@ -91,6 +99,7 @@ def step_b(
             rules=device.rules,
             custom=device.custom,
             late_bits_NV=late_bits,
+            vocab=device.model.vocab,
         )
         _fill_result(result, inputs, accepted)
     result.prompt_logprobs = prompt_logprobs(
@@ -99,7 +108,10 @@ def step_b(
     if late is None:
         on_result(result)
     _advance(device.slots, inputs, accepted)
-    device.drafter.propose(VarlenDraftStep(device.slots, device.pages, plan.k, inputs, feature_TD))
+    slots, pages = device.slots, device.pages
+    device.drafter.propose(
+        VarlenDraftStep(slots, pages, plan.k, inputs, feature_TD, contract, plan.agreed)
+    )
     if late is not None:
         # The host needs the drafts to build the next masks, so these results come after drafting.
         result.draft_BK = device.slots.drafts_SK.numpy()[plan.slot_B, : plan.k].copy()

@@ -45,8 +45,10 @@ from paceline.models.loading import (
     load_decoder,
 )
 from paceline.models.mtp_loading import load_mtp, mtp_shapes
+from paceline.models.sharding import local_spec
 from paceline.models.spec import ModelSpec, read_spec
 from paceline.models.weights import open_weights
+from paceline.parallel.groups import ALONE, Groups
 from paceline.sampling.verify import synthetic_rates
 from paceline.state.pages import LayerPages
 
@@ -62,6 +64,15 @@ class Found:
     spec: ModelSpec
     role: Literal["model", "eagle", "eagle3", "mtp"] = "model"
     eagle3: Eagle3Spec | None = None
+    is_draft: bool = False
+
+    def local(self, groups: Groups) -> ModelSpec:
+        """The sizes of one rank's part. Refuses, by name, a model that does not divide."""
+        try:
+            return local_spec(self.spec, groups)
+        except ConfigError as error:
+            hint = ' Or give "draft_tensor_parallel_size": 1.' if self.is_draft else ""
+            raise ConfigError(f"{self.files.name}: {error}{hint}") from None
 
 
 def find_models(config: EngineConfig) -> list[Found]:
@@ -70,7 +81,7 @@ def find_models(config: EngineConfig) -> list[Found]:
     files = locate(model.model, revision=model.revision, load_format=model.load_format)
     target = Found(files, read_spec(files.config))
     draft = _find_draft(config, target)
-    return [target] if draft is None else [target, draft]
+    return [target] if draft is None else [target, replace(draft, is_draft=True)]
 
 
 def _find_draft(config: EngineConfig, target: Found) -> Found | None:
@@ -134,38 +145,52 @@ class Loader:
     config: EngineConfig
     formats_of: FormatsOf
     progress: Progress
+    groups: Groups = ALONE
+    draft_groups: Groups = ALONE
 
     def decoder(self, found: Found, max_model_len: int) -> Decoder:
+        return self._decoder(found, max_model_len, self.groups)
+
+    def _decoder(self, found: Found, max_model_len: int, groups: Groups) -> Decoder:
         formats, spec = self.formats_of(found.files), found.spec
         with self._weights(found, expected_shapes(spec), formats.device) as weights:
             return load_decoder(
-                spec, weights, formats, max_model_len=max_model_len, progress=self.progress
+                spec,
+                weights,
+                formats,
+                max_model_len=max_model_len,
+                progress=self.progress,
+                groups=groups,
             )
 
     def head(self, draft: Found, target: Decoder, layers: list[LayerPages]) -> DraftHead:
         """The model of a drafter that has one."""
         max_model_len = len(target.rotation)
         if draft.role == "model":
-            return DraftModelHead(self.decoder(draft, max_model_len), layers)
+            return DraftModelHead(self._decoder(draft, max_model_len, self.draft_groups), layers)
         model = self._feature_model(draft, target, max_model_len)
         self.progress("weights", 1.0)
         return FeatureHead(model, layers)
 
     def _feature_model(self, draft: Found, target: Decoder, max_model_len: int) -> HeadModel:
         formats, name, spec = self.formats_of(draft.files), draft.files.name, draft.spec
-        device = formats.device
+        device, groups = formats.device, self.draft_groups
         if draft.role == "mtp":
             shapes = mtp_shapes(spec, target.spec.num_layers)
             with self._weights(draft, shapes, device) as weights:
-                return load_mtp(name, spec, weights, formats, target)
+                return load_mtp(name, spec, weights, formats, target, groups=groups)
         if draft.eagle3 is not None:
             head = draft.eagle3
             with self._weights(draft, eagle3_shapes(head, target.spec), device) as weights:
                 return load_eagle3(
-                    name, head, weights, formats, target, max_model_len=max_model_len
+                    *(name, head, weights, formats, target),
+                    max_model_len=max_model_len,
+                    groups=groups,
                 )
         with self._weights(draft, eagle_shapes(spec), device) as weights:
-            return load_eagle(name, spec, weights, formats, target, max_model_len=max_model_len)
+            return load_eagle(
+                *(name, spec, weights, formats, target), max_model_len=max_model_len, groups=groups
+            )
 
     @contextmanager
     def _weights(

@@ -11,6 +11,7 @@ from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.draft_rows import next_rows, own_rows, shifted_tokens, store_drafts
 from paceline.kernels.step_rows import BatchRows, PacketLayout, Ring, SlotTensors, StepRows
 from paceline.layers.attention import ForwardInputs
+from paceline.parallel.contract import Contract
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import StepBuffers
@@ -48,6 +49,9 @@ class FixedDraftStep:
     layout: PacketLayout
     rows: StepRows
     feature_TD: Tensor
+    contract: Contract
+
+    is_joint = False  # shapes are the same everywhere, and no pass depends on a value
 
     @property
     def k(self) -> int:
@@ -58,6 +62,7 @@ class FixedDraftStep:
         return self.rows.batch.slot_B
 
     def shifted(self, group_size: int) -> DraftPass:
+        self.contract.phase = "draft 1"
         rows = self.rows
         token_T = self.buffers.shifted_token_T[: rows.shape.tokens]
         shifted_tokens(rows, self.state, token_T)
@@ -66,6 +71,7 @@ class FixedDraftStep:
         return DraftPass(forward_inputs(batch, self.pages, group_size, longest), rows.last_B)
 
     def own(self, group_size: int) -> DraftPass:
+        self.contract.phase = "draft 1"
         rows, page_size = self.rows, self.pages.page_size
         batch = self.buffers.own_batch(rows.shape)
         last_B = self.buffers.own_last_B[: rows.shape.rows]
@@ -74,6 +80,7 @@ class FixedDraftStep:
         return DraftPass(forward_inputs(batch, self.pages, group_size, longest), last_B)
 
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
+        self.contract.phase = f"draft {j + 1}"
         batch = self.buffers.next_batch(self.rows.shape)
         next_rows(token_B, j, self.rows, self.state, batch, self.pages.page_size, is_shifted)
         return forward_inputs(batch, self.pages, group_size, 1)

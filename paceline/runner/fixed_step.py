@@ -15,7 +15,9 @@ from paceline.kernels.finish import Forced, end_step, finish_step
 from paceline.kernels.logprobs import LogprobResults
 from paceline.kernels.step_inputs import step_inputs
 from paceline.kernels.step_rows import PacketLayout, Ring, SlotTensors, StepRows, StepShape
+from paceline.layers.vocab import WHOLE
 from paceline.models.decoder import Decoder
+from paceline.parallel.groups import Groups
 from paceline.runner.fixed_drafts import FixedDraftStep, forward_inputs
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.fixed import verify, write_logprobs
@@ -40,6 +42,7 @@ class FixedDevice:
     layout: PacketLayout
     logprobs: LogprobResults
     forced: Forced | None  # synthetic acceptance
+    groups: Groups
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class Forwarded:
 
 def step_a(device: FixedDevice, shape: StepShape) -> Forwarded:
     """Inputs from packet and slot state, the target's forward, logits of every window."""
+    device.groups.contract.phase = "target"
     rows = device.buffers.rows(shape)
     page_size, padding_slot = device.pages.page_size, device.slots.padding_slot
     step_inputs(device.ring, device.layout, device.state, rows, page_size, padding_slot)
@@ -79,20 +83,25 @@ def step_b(
 
     `custom` and late masks are for eager steps: they may read the device.
     """
-    rows = forwarded.rows
+    rows, contract = forwarded.rows, device.groups.contract
+    contract.phase = "verify"
+    vocab, logits_NV = device.model.vocab, forwarded.logits_NV
+    if tail is Tail.FULL:  # logprobs are of whole rows
+        vocab, logits_NV = WHOLE, vocab.gather(logits_NV)
     verdicts = verify(
-        forwarded.logits_NV,
+        logits_NV,
         rows,
         device.slots,
         tail=tail,
         custom=custom,
         late_bits_NV=late_bits_NV,
         is_forced=device.forced is not None,
+        vocab=vocab,
     )
     if tail is Tail.FULL:
         rates_K = None if device.forced is None else device.forced.rates_K
         results = cut_logprobs(device.logprobs, rows.shape)
-        write_logprobs(forwarded.logits_NV, verdicts, rows, device.slots, results, rates_K)
+        write_logprobs(logits_NV, verdicts, rows, device.slots, results, rates_K)
     finish_step(*verdicts, rows, device.state, device.ring, device.forced)
     device.drafter.propose(
         FixedDraftStep(
@@ -104,6 +113,7 @@ def step_b(
             layout=device.layout,
             rows=rows,
             feature_TD=forwarded.feature_TD,
+            contract=contract,
         )
     )
     end_step(device.ring)

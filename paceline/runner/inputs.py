@@ -34,12 +34,10 @@ class StepInputs:
     sample_T: torch.Tensor  # int64: rows of the hidden states that get logits
 
 
-def build_inputs(plan: StepPlan, slots: Slots, pages: Pages, group_size: int) -> StepInputs | None:
-    """None when no row of the plan is still alive."""
+def build_inputs(plan: StepPlan, slots: Slots, pages: Pages, group_size: int) -> StepInputs:
+    """Of the rows that are still alive; there may be none."""
     plan_slot = plan.slot_B.astype(np.int64)
     row_B = np.flatnonzero(slots.done_S.numpy()[plan_slot] == 0)
-    if not len(row_B):
-        return None
     slot_B = plan_slot[row_B]
     samples_B = plan.samples_B[row_B]
     num_tokens_B = slots.num_tokens_S.numpy()[slot_B].astype(np.int64)
@@ -59,6 +57,8 @@ def build_inputs(plan: StepPlan, slots: Slots, pages: Pages, group_size: int) ->
         group_size,
         drafts=drafts_BK if drafts_BK.shape[1] else None,
     )
+    if plan.agreed is not None:
+        forward.num_rows = plan.agreed.tokens
     window, sample_T = _window(
         slot_B[samples_B],
         num_tokens_B[samples_B],

@@ -79,6 +79,7 @@ def _scored(
     model: Decoder, row: int, hidden_TD: Tensor, target_T: Tensor, num_top: int
 ) -> TokenLogprobs:
     slices = zip(hidden_TD.split(_SLICE_ROWS), target_T.split(_SLICE_ROWS), strict=True)
-    parts = [token_logprobs(model.logits(h).float(), t.long(), num_top) for h, t in slices]
+    logits = model.vocab.gather  # of all ids, on every rank
+    parts = [token_logprobs(logits(model.logits(h)), t.long(), num_top) for h, t in slices]
     ids, values, rank = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     return TokenLogprobs(row, ids.numpy(), values.numpy(), rank.numpy())

@@ -17,7 +17,15 @@ from paceline.runner.device_step import Device, Forwarded, step_a, step_b
 from paceline.sampling.params import slot_rows, tail_of
 from paceline.sampling.verify import Tail
 from paceline.state.staging import StagedWrites, Staging
-from paceline.step import InFlightStep, LateMasks, RunnerInfo, StepPlan, StepResult
+from paceline.step import (
+    Extent,
+    InFlightStep,
+    LateMasks,
+    Lockstep,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +33,19 @@ logger = logging.getLogger(__name__)
 class CpuRunner:
     """Owns the worker thread and the device; see step.Runner."""
 
-    def __init__(self, device: Device, info: RunnerInfo, num_threads: int) -> None:
+    has_spare_work = False
+
+    def __init__(
+        self,
+        device: Device,
+        info: RunnerInfo,
+        num_threads: int,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self._device = device
         self._info = info
+        self.lockstep = lockstep
+        self.results = device.groups.results
         self._staging = Staging(device.slots, device.pages)
         # Host copy, by slot: which tail of B a slot needs.
         self._tail_S = [Tail.GREEDY] * (info.num_slots + 1)
@@ -41,6 +59,9 @@ class CpuRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return plan.extent()
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         is_probabilistic = self._device.drafter.is_probabilistic
@@ -114,6 +135,8 @@ class _CpuStep:
         if self._error is not None:
             raise self._error
         assert self._result is not None
+        if self._runner.results is not None:
+            self._runner.results.compare(self._result)
         return self._result
 
     def run_a(self, writes: StagedWrites, staging: Staging) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.kernels.step_rows import StepShape
-from paceline.step import StepPlan
+from paceline.step import Extent, StepPlan
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with prompt chunks: rows cost little there, and tokens cost much.
@@ -40,18 +40,17 @@ class Buckets:
             k_tiers=(0, max_k) if max_k else (0,),
         )
 
-    def shape_of(self, plan: StepPlan) -> StepShape:
-        """The smallest shape that holds the plan; above the largest bucket, one of its own."""
-        k = self.k_tiers[bisect_left(self.k_tiers, plan.k)]
-        if is_uniform(plan):
-            rows = _at_least(self.rows, max(plan.num_rows, 1))
+    def shape_of(self, extent: Extent) -> StepShape:
+        """The smallest shape with room for it; above the largest bucket, one of its own."""
+        k = self.k_tiers[bisect_left(self.k_tiers, extent.k)]
+        if extent.is_uniform:
+            rows = _at_least(self.rows, max(extent.rows, 1))
             return StepShape(rows, rows * (k + 1), k, True)
-        rows = _at_least(self.mixed_rows, plan.num_rows)
-        tokens = plan.num_tokens
-        index = bisect_left(self.mixed_tokens, tokens)
+        rows = _at_least(self.mixed_rows, extent.rows)
+        index = bisect_left(self.mixed_tokens, extent.tokens)
         if index < len(self.mixed_tokens):
             return StepShape(rows, self.mixed_tokens[index], k, False)
-        return StepShape(rows, -(-tokens // EAGER_TOKENS) * EAGER_TOKENS, k, False)
+        return StepShape(rows, -(-extent.tokens // EAGER_TOKENS) * EAGER_TOKENS, k, False)
 
     def is_captured(self, shape: StepShape) -> bool:
         """False for shapes above the largest bucket."""
@@ -67,11 +66,6 @@ class Buckets:
             for rows in reversed(self.mixed_rows):
                 if rows <= tokens:
                     yield StepShape(rows, tokens, k, False)
-
-
-def is_uniform(plan: StepPlan) -> bool:
-    """Every row decodes or verifies (a chunk of one token is no different)."""
-    return bool((plan.query_len_B == plan.k_B + 1).all())
 
 
 def row_starts(plan: StepPlan, shape: StepShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

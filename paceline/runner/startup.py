@@ -25,6 +25,7 @@ from paceline.layers.linear import (
 from paceline.models.layout import add_pages
 from paceline.models.loading import WeightFormats
 from paceline.models.spec import ModelSpec
+from paceline.parallel.placement import LONE_SEAT, Seat
 from paceline.runner.device_step import Device
 from paceline.runner.finding import (
     Found,
@@ -36,6 +37,7 @@ from paceline.runner.finding import (
     make_drafter,
     wanted_length,
 )
+from paceline.runner.ranks import Ranks, cuda_device, open_ranks
 from paceline.runner.runner import CpuRunner
 from paceline.runner.sizing import kv_budget, num_pages, page_bytes
 from paceline.sampling.custom import CustomProcessors
@@ -50,7 +52,7 @@ _KV_DTYPE = torch.float32
 _CPU = torch.device("cpu")
 
 
-def build_runner(config: EngineConfig, progress: Progress) -> Runner:
+def build_runner(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEAT) -> Runner:
     """Everything between `paceline serve` and the first step, for one device."""
     torch.set_grad_enabled(False)
     wanted = config.device.device
@@ -64,21 +66,29 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     if is_gpu:
         from paceline.runner.startup_cuda import build_fixed_runner
 
-        return build_fixed_runner(config, progress, torch.device("cuda"))
-    return _build_cpu_runner(config, progress)
+        return build_fixed_runner(config, progress, seat, *cuda_device(config, seat))
+    return _build_cpu_runner(config, progress, seat)
 
 
-def _build_cpu_runner(config: EngineConfig, progress: Progress) -> Runner:
-    num_threads = config.device.cpu_threads or default_threads()
+def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    num_threads = config.device.cpu_threads or default_threads(seat.layout.num_ranks)
     torch.set_num_threads(num_threads)
     progress("locating the model", 0.0)
     found = find_models(config)
+    ranks = open_ranks(config, seat, [f.spec for f in found], "gloo")
     # Sizes first: what cannot fit is refused before gigabytes are read.
-    max_model_len = _max_model_len(config, found)
-    slots, pages = _state(config, found, max_model_len)
-    loader = Loader(config, lambda files: _formats(config, files), progress)
+    specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
+    max_model_len = ranks.smallest("length", _max_model_len(config, found, specs))
+    slots, pages = _state(config, specs, max_model_len, ranks)
+    loader = Loader(
+        config,
+        lambda files: _formats(config, files),
+        progress,
+        groups=ranks.groups,
+        draft_groups=ranks.draft_groups,
+    )
     model = loader.decoder(found[0], max_model_len)
-    layers = [_layers(pages, f.spec) for f in found]
+    layers = [_layers(pages, spec) for spec in specs]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     rates = forced_rates(config.speculative)
     names = config.model.logits_processors
@@ -90,23 +100,25 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress) -> Runner:
         pages=pages,
         rules=AcceptRules() if rates is None else AcceptRules.synthetic(rates, _CPU),
         custom=CustomProcessors(names, model.spec.vocab_size, _CPU) if names else None,
+        groups=ranks.groups,
     )
     progress("ready", 1.0)
-    return CpuRunner(device, _info(config, found, device), num_threads)
+    info = _info(config, found, specs, device)
+    return CpuRunner(device, info, num_threads, ranks.lockstep)
 
 
-def default_threads() -> int:
-    """Every core that torch sees: measured in bench/cpu_peers."""
-    return max(torch.get_num_threads(), 1)
+def default_threads(num_ranks: int = 1) -> int:
+    """Every core that torch sees (measured in bench/cpu_peers); ranks share them."""
+    return max(torch.get_num_threads() // num_ranks, 1)
 
 
-def _max_model_len(config: EngineConfig, found: list[Found]) -> int:
+def _max_model_len(config: EngineConfig, found: list[Found], specs: list[ModelSpec]) -> int:
     """What was asked for; else what the models were made for, or the KV cache holds if less."""
     longest, is_asked = wanted_length(config, found)
     if is_asked or config.cache.num_gpu_blocks_override is not None:
         return longest
     budget = kv_budget(config.cache, None, _free_memory_bytes())
-    capacity = budget // sum(_token_bytes(found))
+    capacity = budget // sum(_token_bytes(specs))
     fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
     if fitting >= longest:
         return longest
@@ -119,8 +131,8 @@ def _max_model_len(config: EngineConfig, found: list[Found]) -> int:
     return fitting
 
 
-def _token_bytes(found: list[Found]) -> list[int]:
-    return [f.spec.kv_bytes_per_token(_KV_DTYPE.itemsize) for f in found]
+def _token_bytes(specs: list[ModelSpec]) -> list[int]:
+    return [spec.kv_bytes_per_token(_KV_DTYPE.itemsize) for spec in specs]
 
 
 def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
@@ -161,27 +173,30 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
     return WeightFormats(linear, torch.float32, torch.float32, _CPU, round_to, "float32")
 
 
-def _state(config: EngineConfig, found: list[Found], max_model_len: int) -> tuple[Slots, Pages]:
+def _state(
+    config: EngineConfig, specs: list[ModelSpec], max_model_len: int, ranks: Ranks
+) -> tuple[Slots, Pages]:
     spec_config = config.speculative
     num_slots, _ = config.scheduler.sizes
     count = num_pages(
         config.cache,
-        page_bytes(config.cache.block_size, _token_bytes(found)),
+        page_bytes(config.cache.block_size, _token_bytes(specs)),
         max_model_len=max_model_len,
         max_num_seqs=num_slots,
         gpu=None,
         cpu_free_bytes=_free_memory_bytes(),
     )
+    count = ranks.smallest("pages", count)
     pages = Pages(count, config.cache.block_size, num_slots, max_model_len, _CPU)
     keeps_probs = spec_config is not None and spec_config.draft_sample_method == "probabilistic"
-    vocab_size = found[0].spec.vocab_size
+    vocab_size = specs[0].vocab_size
     slots = Slots(
         num_slots,
         max_model_len,
         spec_config.num_speculative_tokens if spec_config else 0,
         vocab_size,
         _CPU,
-        draft_vocab_size=vocab_size if keeps_probs and len(found) > 1 else 0,
+        draft_vocab_size=vocab_size if keeps_probs and len(specs) > 1 else 0,
     )
     return slots, pages
 
@@ -190,9 +205,11 @@ def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
     return add_pages(pages, spec, _KV_DTYPE)
 
 
-def _info(config: EngineConfig, found: list[Found], device: Device) -> RunnerInfo:
+def _info(
+    config: EngineConfig, found: list[Found], specs: list[ModelSpec], device: Device
+) -> RunnerInfo:
     pages, slots = device.pages, device.slots
-    per_token = sum(_token_bytes(found))
+    per_token = sum(_token_bytes(specs))
     return RunnerInfo(
         num_pages=pages.num_pages,
         page_size=pages.page_size,

@@ -17,6 +17,9 @@ from paceline.kernels.step_rows import PacketLayout
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.layout import add_pages
 from paceline.models.loading import WeightFormats
+from paceline.models.spec import ModelSpec
+from paceline.parallel.groups import Backend
+from paceline.parallel.placement import LONE_SEAT, Seat
 from paceline.runner.cuda_runner import CudaRunner
 from paceline.runner.finding import (
     Found,
@@ -29,11 +32,12 @@ from paceline.runner.finding import (
     wanted_length,
 )
 from paceline.runner.fixed_step import FixedDevice
+from paceline.runner.ranks import Ranks, open_ranks
 from paceline.runner.shapes import EAGER_TOKENS, Buckets
 from paceline.runner.sizing import MemoryReading, StepSizes, num_pages, page_bytes, step_bytes
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.fixed import scratch_bytes
-from paceline.state.pages import LayerPages, Pages
+from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import (
     Capacity,
@@ -46,26 +50,42 @@ from paceline.step import Runner, RunnerInfo
 
 logger = logging.getLogger(__name__)
 
+_GPU = torch.device("cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.device) -> Runner:
+def build_fixed_runner(
+    config: EngineConfig,
+    progress: Progress,
+    seat: Seat = LONE_SEAT,
+    device: torch.device = _GPU,
+    backend: Backend = "gloo",
+) -> Runner:
     """Everything between `paceline serve` and the first step, for one GPU."""
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         # fp32 means fp32: equality with a reference is what it is used for.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.cuda.set_stream(torch.cuda.Stream(device))
     progress("locating the model", 0.0)
     found = find_models(config)
+    ranks = open_ranks(config, seat, [f.spec for f in found], backend)
+    specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
     max_model_len, _ = wanted_length(config, found)
     dtype = compute_dtype(config, found[0].files)
-    loader = Loader(config, lambda files: formats(dtype, device), progress)
+    loader = Loader(
+        config,
+        lambda files: formats(dtype, device),
+        progress,
+        groups=ranks.groups,
+        draft_groups=ranks.draft_groups,
+    )
     model = loader.decoder(found[0], max_model_len)
     slots = _slots(config, found, max_model_len, device)
     capacity = _capacity(config, slots)
-    count = _num_pages(config, found, capacity, max_model_len, dtype, device)
+    count = _num_pages(config, specs, capacity, max_model_len, dtype, device, ranks)
     pages = Pages(count, config.cache.block_size, slots.num_slots, max_model_len, device)
-    layers = [_layers(pages, f, dtype) for f in found]
+    layers = [add_pages(pages, spec, dtype) for spec in specs]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     rates = forced_rates(config.speculative)
     drafter = make_drafter(config.speculative, head)
@@ -83,18 +103,31 @@ def build_fixed_runner(config: EngineConfig, progress: Progress, device: torch.d
         layout=layout,
         logprobs=make_logprobs(capacity, config.model.max_logprobs, ring),
         forced=None if rates is None else Forced(torch.tensor(rates, device=device)),
+        groups=ranks.groups,
     )
     names = config.model.logits_processors
     runner = CudaRunner(
         fixed,
-        _info(config, found, fixed, dtype),
+        _info(config, found, specs, fixed, dtype),
         Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k),
         custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
-        use_graphs=device.type == "cuda" and not config.device.enforce_eager,
+        lockstep=ranks.lockstep,
+        use_graphs=_uses_graphs(config, ranks, device, backend),
     )
     runner.prepare(progress)
     progress("ready", 1.0)
     return runner
+
+
+def _uses_graphs(
+    config: EngineConfig, ranks: Ranks, device: torch.device, backend: Backend
+) -> bool:
+    """Where the device is a GPU and no collective waits for the host."""
+    talks = any(group.is_active for group in (ranks.groups.tp, ranks.groups.dp))
+    exchange = ranks.groups.exchange
+    if talks and (backend != "nccl" or (exchange is not None and not exchange.is_capturable)):
+        return False
+    return device.type == "cuda" and not config.device.enforce_eager
 
 
 def compute_dtype(config: EngineConfig, files: ModelFiles) -> torch.dtype:
@@ -150,23 +183,21 @@ def _most_appends(capacity: Capacity, drafter: Drafter, page_size: int) -> int:
 
 def _num_pages(
     config: EngineConfig,
-    found: list[Found],
+    specs: list[ModelSpec],
     capacity: Capacity,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    ranks: Ranks,
 ) -> int:
-    bytes_per_token = [f.spec.kv_bytes_per_token(dtype.itemsize) for f in found]
+    bytes_per_token = [spec.kv_bytes_per_token(dtype.itemsize) for spec in specs]
     gpu = None
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
         # A draft is loaded after its pages exist; its weights are counted here.
-        draft = sum(f.spec.num_parameters for f in found[1:]) * dtype.itemsize
-        steps = step_bytes([_sizes(f, capacity, dtype) for f in found])
-        gpu = MemoryReading(total, total - free + draft + steps)
-    return num_pages(
+        draft = sum(spec.num_parameters for spec in specs[1:]) * dtype.itemsize
+        steps = step_bytes([_sizes(spec, capacity, dtype) for spec in specs])
+        gpu = _memory(config, ranks, draft + steps)
+    count = num_pages(
         config.cache,
         page_bytes(config.cache.block_size, bytes_per_token),
         max_model_len=max_model_len,
@@ -174,10 +205,23 @@ def _num_pages(
         gpu=gpu,
         cpu_free_bytes=1 << 40,
     )
+    return ranks.smallest("pages", count)
 
 
-def _sizes(found: Found, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
-    spec = found.spec
+def _memory(config: EngineConfig, ranks: Ranks, needed: int) -> MemoryReading:
+    """What there is and what is taken, with what the steps will need."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if config.device.share_gpu:
+        # Others load at the same time: what they take is in their share, not in ours.
+        return MemoryReading(
+            total // ranks.seat.layout.num_ranks, torch.cuda.memory_reserved() + needed
+        )
+    return MemoryReading(total, total - free + needed)
+
+
+def _sizes(spec: ModelSpec, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
     qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
     rows, vocab_size = capacity.logits, spec.vocab_size
     return StepSizes(
@@ -188,15 +232,15 @@ def _sizes(found: Found, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
     )
 
 
-def _layers(pages: Pages, found: Found, dtype: torch.dtype) -> list[LayerPages]:
-    return add_pages(pages, found.spec, dtype)
-
-
 def _info(
-    config: EngineConfig, found: list[Found], device: FixedDevice, dtype: torch.dtype
+    config: EngineConfig,
+    found: list[Found],
+    specs: list[ModelSpec],
+    device: FixedDevice,
+    dtype: torch.dtype,
 ) -> RunnerInfo:
     pages, slots = device.pages, device.slots
-    per_token = sum(f.spec.kv_bytes_per_token(dtype.itemsize) for f in found)
+    per_token = sum(spec.kv_bytes_per_token(dtype.itemsize) for spec in specs)
     return RunnerInfo(
         num_pages=pages.num_pages,
         page_size=pages.page_size,

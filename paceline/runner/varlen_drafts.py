@@ -12,21 +12,31 @@ from torch import Tensor
 from paceline.drafters.base import DraftPass
 from paceline.layers.attention import ForwardInputs
 from paceline.models.layout import lay_out, lay_out_one_each
+from paceline.parallel.contract import Contract
 from paceline.runner.inputs import StepInputs
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
-from paceline.step import Longs
+from paceline.step import Extent, Longs
 
 
 class VarlenDraftStep:
     """See drafters.base.DraftStep. Made after advance: slot state is the new truth."""
 
     def __init__(
-        self, slots: Slots, pages: Pages, k: int, inputs: StepInputs, feature_TD: Tensor
+        self,
+        slots: Slots,
+        pages: Pages,
+        k: int,
+        inputs: StepInputs,
+        feature_TD: Tensor,
+        contract: Contract,
+        agreed: Extent | None = None,
     ) -> None:
         self.slots = slots
         self.k = k
         self.feature_TD = feature_TD
+        self._agreed = agreed
+        self._contract = contract
         self._pages = pages
         self._inputs = inputs
         end_B = slots.num_tokens_S.numpy()[inputs.slot_B].astype(np.int64)
@@ -36,6 +46,10 @@ class VarlenDraftStep:
         self._end_B = end_B[self._drafts_B]
         self._stop_B = np.where(inputs.samples_B, end_B, inputs.start_B + inputs.query_len_B)
         self.slot_B = torch.from_numpy(self._slot_B)
+
+    @property
+    def is_joint(self) -> bool:
+        return self._agreed is not None
 
     def shifted(self, group_size: int) -> DraftPass:
         inputs = self._inputs
@@ -48,6 +62,8 @@ class VarlenDraftStep:
             target_T = torch.from_numpy(np.repeat(first_B, count_B) + offset_T)
         batch = self._first_pass(inputs.start_B, count_B, group_size, shift=1)
         batch.target_T = target_T
+        if self._agreed is not None:
+            batch.inputs.num_rows = self._agreed.tokens
         return batch
 
     def own(self, group_size: int) -> DraftPass:
@@ -55,11 +71,15 @@ class VarlenDraftStep:
         rejection the first of them is computed again, to the same values."""
         inputs = self._inputs
         start_B = np.where(inputs.num_drafts_B > 0, self._stop_B - 2, inputs.start_B)
-        return self._first_pass(start_B, self._stop_B - start_B, group_size, shift=0)
+        batch = self._first_pass(start_B, self._stop_B - start_B, group_size, shift=0)
+        if self._agreed is not None:
+            batch.inputs.num_rows = self._agreed.draft_tokens
+        return batch
 
     def _first_pass(
         self, start_B: Longs, count_B: Longs, group_size: int, *, shift: int
     ) -> DraftPass:
+        self._contract.phase = "draft 1"
         last_B = torch.from_numpy((np.cumsum(count_B) - 1)[self._drafts_B])
         slot_B = self._inputs.slot_B
         is_empty = count_B < 1  # a row that broke committed nothing
@@ -69,10 +89,14 @@ class VarlenDraftStep:
         return DraftPass(inputs, last_B)
 
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
+        self._contract.phase = f"draft {j + 1}"
         position_B = self._end_B + (j - 1 - is_shifted)
-        return lay_out_one_each(
+        inputs = lay_out_one_each(
             self.slots, self._pages, self._slot_B, position_B, token_B, group_size
         )
+        if self._agreed is not None:
+            inputs.num_rows = self._agreed.rows
+        return inputs
 
     def position_B(self, j: int) -> Tensor:
         return torch.from_numpy(self._end_B + j)

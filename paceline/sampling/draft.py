@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import rng
 from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows, greedy
+from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.fixed import knobs_of, twins
 from paceline.state.slots import Slots
 
@@ -23,28 +24,30 @@ def propose_tokens(
     *,
     probabilistic: bool,
     token_of_V: Tensor | None = None,
+    vocab: VocabShards = WHOLE,
 ) -> Tensor:
     """Draft j of each row, int32 [B], for sequence position `position_B`.
 
-    `token_of_V` are the target's ids of a reduced vocabulary, which the logits are of.
+    `token_of_V` are the target's ids of a reduced vocabulary, which the logits are of; `vocab`
+    says which part of it they are.
 
     Greedy, or with `probabilistic` drawn for rows with a temperature from their own temperature,
     min_p, top_k and top_p; then q goes to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
     """
+    if not probabilistic:
+        best_B, _ = vocab.greedy(logits_BV)
+        return best_B if token_of_V is None else token_of_V.index_select(0, best_B).to(torch.int32)
+    logits_BV = vocab.gather(logits_BV)
     if token_of_V is not None:
-        if not probabilistic:
-            best_B = propose_tokens(logits_BV, slot_B, position_B, j, slots, probabilistic=False)
-            return token_of_V.index_select(0, best_B).to(torch.int32)
         # Drawn and verified at the target's width: what is not in the vocabulary has no chance.
         wide_BV = logits_BV.new_full((len(logits_BV), slots.vocab_size), -torch.inf)
         logits_BV = wide_BV.index_copy_(1, token_of_V, logits_BV)
-    if logits_BV.is_cuda:
-        return _propose_on_cuda(logits_BV, slot_B, position_B, j, slots, probabilistic)
+    prob_SKV = slots.draft_probs_SKV
+    assert prob_SKV is not None, "probabilistic drafts need draft_vocab_size"
+    if logits_BV.is_cuda:  # the same with kernels that a graph may hold
+        return twins(True).draft(logits_BV, slot_B, position_B, knobs_of(slots), prob_SKV, j)
     slot_B = slot_B.to(torch.int64)
-    best_B, bad_B = greedy(logits_BV)
-    if not probabilistic:
-        return best_B
-    assert slots.draft_probs_SKV is not None, "probabilistic drafts need draft_vocab_size"
+    _, bad_B = greedy(logits_BV)
     knobs = Knobs(
         slots.temperature_S[slot_B],
         slots.top_k_S[slot_B],
@@ -59,19 +62,7 @@ def propose_tokens(
     # A broken draft row proposes its argmax for certain: verification needs its q to say so.
     certain_BV = torch.nn.functional.one_hot(token_B.to(torch.int64), logits_BV.shape[1])
     prob_BV = distributions(logits_BV.masked_fill(bad_B[:, None], 0.0), knobs)
-    slots.draft_probs_SKV[slot_B, j, : logits_BV.shape[1]] = torch.where(
+    prob_SKV[slot_B, j, : logits_BV.shape[1]] = torch.where(
         bad_B[:, None], certain_BV.to(torch.float32), prob_BV
     )
     return token_B
-
-
-def _propose_on_cuda(
-    logits_BV: Tensor, slot_B: Tensor, position_B: Tensor, j: int, slots: Slots, probabilistic: bool
-) -> Tensor:
-    """The same with kernels that a graph may hold."""
-    if not probabilistic:
-        return twins(True).greedy(logits_BV)[0]
-    assert slots.draft_probs_SKV is not None, "probabilistic drafts need draft_vocab_size"
-    return twins(True).draft(
-        logits_BV, slot_B, position_B, knobs_of(slots), slots.draft_probs_SKV, j
-    )

@@ -24,6 +24,7 @@ from paceline.kernels.rows import Asking, LogitRows, WindowRows
 from paceline.kernels.sampling import SlotKnobs
 from paceline.kernels.step_rows import StepRows
 from paceline.kernels.verify import SampledDrafts, Verdicts
+from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.verify import Tail
 from paceline.state.slots import (
@@ -40,7 +41,6 @@ from paceline.state.slots import (
 class Twins(NamedTuple):
     """The kernels of a tail: the torch references, or their Triton twins."""
 
-    greedy: Callable[..., tuple[Tensor, Tensor]]
     draw: Callable[..., tuple[Tensor, Tensor]]
     draft: Callable[..., Tensor]
     judge: Callable[..., Verdicts]
@@ -79,15 +79,19 @@ def verify(
     custom: CustomProcessors | None = None,
     late_bits_NV: Tensor | None = None,
     is_forced: bool = False,
+    vocab: VocabShards = WHOLE,
 ) -> Verdicts:
     """What each window position says. `logits_NV` is left as it is, of any float type.
+
+    `vocab` says which part of the vocabulary the logits are of.
 
     `late_bits_NV` masks every logits row when given; rows without a mask of their own carry ones.
     With `is_forced` acceptance is somebody else's coin: drafts are not judged by what they were
     drawn from.
     """
     if tail is Tail.GREEDY:
-        return Verdicts(*twins(logits_NV.is_cuda).greedy(logits_NV), None)
+        return Verdicts(*vocab.greedy(logits_NV), None)
+    logits_NV = vocab.gather(logits_NV)
     if tail is Tail.SAMPLE:
         drawn = twins(logits_NV.is_cuda).draw(logits_NV, windows(rows), knobs_of(slots))
         return Verdicts(*drawn, None)

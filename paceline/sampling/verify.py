@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.kernels import rng
 from paceline.kernels.rows import LogitRows
-from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows, greedy
+from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows
 from paceline.kernels.verify import (
     Limits,
     Verdicts,
@@ -25,6 +25,7 @@ from paceline.kernels.verify import (
     residual_logits,
     settle_windows,
 )
+from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.logits import logit_rows, process_logits
 from paceline.sampling.logprobs import Logprobs, RawRows
@@ -88,16 +89,18 @@ def verify(
     rules: AcceptRules,
     custom: CustomProcessors | None,
     late_bits_NV: Tensor | None,
+    vocab: VocabShards = WHOLE,
 ) -> Accepted:
     """Accept drafts, draw what closes each window, cut it. `logits_NV` is overwritten.
 
     `late_bits_NV` masks every row when given; rows without a mask of their own carry ones.
+    `vocab` says which part of the vocabulary the logits are of.
     """
     raw: RawRows | None = None
     if tail is Tail.GREEDY and rules.rates_K is None:
-        verdicts = Verdicts(*greedy(logits_NV), None)
+        verdicts = Verdicts(*vocab.greedy(logits_NV), None)
     else:
-        rows = logit_rows(window)
+        rows, logits_NV = logit_rows(window), vocab.gather(logits_NV)
         if tail is Tail.FULL:
             raw = RawRows.of(logits_NV, window, slots)
             process_logits(logits_NV, rows, slots, custom=custom, late_bits_NV=late_bits_NV)

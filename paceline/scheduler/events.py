@@ -36,7 +36,7 @@ class Ended:
     uid: int
     done: int  # request.Done
     reason: str = ""
-    error: str = ""  # class name in paceline.errors when the request was refused
+    error: str = ""  # class name in paceline.errors: refused, or the whole engine failed
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ class Scheduler:
         self.table.in_flight.clear()
         for live in list(self._roster.requests.values()):
             self._roster.end(live)
-            self._roster.events.ended.append(Ended(live.uid, done, reason))
+            self._roster.events.ended.append(Ended(live.uid, done, reason, "EngineDead"))
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
         """Forget all cached prefixes. Running requests finish on their own pages, or are all
@@ -110,6 +110,16 @@ class Scheduler:
         flight.plan.admissions = admissions
         flight.plan.page_appends = self._pages.take_appends()
         table.launch(flight)
+        return flight.plan
+
+    def plan_empty(self) -> StepPlan:
+        """A step without rows, for the sake of other replicas. Follows a plan() that gave None."""
+        self.num_steps += 1
+        nobody, slots = np.zeros(self.info.num_slots, np.bool_), np.empty(0, np.intp)
+        none_S = np.zeros(self.info.num_slots, np.int32)
+        flight = self._assemble(slots, none_S, none_S, [], nobody, none_S)
+        flight.plan.page_appends = self._pages.take_appends()
+        self.table.launch(flight)
         return flight.plan
 
     def _prefill(self, budget: int) -> tuple[list[tuple[LiveRequest, int]], list[SlotInit]]:

@@ -12,7 +12,8 @@ MAX_FILE_LINES = 500
 MAX_BODY_LINES = 60
 # Lines of paceline/ in all. Raise it in the commit that needs it, and say there what it buys.
 # 36,000: CUDA. Of these 13,000 are kernels, most of them in pairs with the cases that compare them.
-TOTAL_LINES = 36_000
+# 38,000: ranks. Groups and their contract, lock step, sharded models, processes and their router.
+TOTAL_LINES = 38_000
 
 EVERY_FILE = sources("paceline", "tests", "bench")
 

@@ -80,7 +80,9 @@ def recorded(
     """
     if is_fixed:
         config = tiny_engine_config(workshop, spec, **options)
-        built: Runner = build_fixed_runner(config, lambda name, share: None, torch.device("cpu"))
+        built: Runner = build_fixed_runner(
+            config, lambda name, share: None, device=torch.device("cpu")
+        )
         engine, published = listened_to(built, config)
         recording = Recording(engine, built, published)
     else:

@@ -171,8 +171,8 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str, int]]:
-    """Tokens of every prompt under this rung, and what happened on the way."""
+def options_of(rung: Rung, workshop: Workshop) -> dict[str, Any]:
+    """What an LLM for this rung is given."""
     max_seqs = 6
     options: dict[str, Any] = {
         "model": workshop.target_folder(rung.family),
@@ -206,18 +206,27 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         options["speculative_config"]["model"] = head
     if rung.drafter == "mtp":
         options["model"] = workshop.head_folder(rung.family, "mtp")
+    return options
+
+
+def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str, int]]:
+    """Tokens of every prompt under this rung, and what happened on the way."""
+    with workshop.open_llm(**options_of(rung, workshop)) as llm:
+        return run_prompts(rung, llm, workshop.max_tokens)
+
+
+def run_prompts(rung: Rung, llm: LLM, max_tokens: int) -> tuple[list[list[int]], dict[str, int]]:
     params = [
         SamplingParams(
             temperature=0,
-            max_tokens=workshop.max_tokens,
+            max_tokens=max_tokens,
             detokenize=False,
             num_speculative_tokens=_request_k(rung, i),
         )
         for i in range(len(PROMPTS))
     ]
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    with workshop.open_llm(**options) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = {
         "preemptions": sum(o.metrics.num_preemptions for o in outputs),
         "accepted": sum(o.metrics.num_accepted_tokens for o in outputs),

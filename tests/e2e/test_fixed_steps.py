@@ -13,6 +13,7 @@ import torch
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
+from paceline.parallel.placement import LONE_SEAT, Seat
 from paceline.runner import startup
 from paceline.runner.finding import Progress
 from paceline.runner.startup_cuda import build_fixed_runner
@@ -22,8 +23,8 @@ from tests.e2e.ladder import AXES, PROMPTS, Rung, Workshop, pairwise
 from tests.e2e.test_ladder import check
 
 
-def build_on_cpu(config: EngineConfig, progress: Progress) -> Runner:
-    return build_fixed_runner(config, progress, torch.device("cpu"))
+def build_on_cpu(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEAT) -> Runner:
+    return build_fixed_runner(config, progress, seat, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, CollectiveError
+from paceline.parallel.placement import Seat
 from paceline.request import Done, EngineRequest
 from paceline.step import (
+    Extent,
     LateMasks,
     Runner,
     RunnerInfo,
@@ -36,11 +38,14 @@ class Behaviour:
     delay_s: float = 0.0  # per step
     load_s: float = 0.0
     fail_at: int = 0  # the step that raises
+    miss_at: int = 0  # the step that waits in vain for another rank, on all but `at_rank`
+    hang_at: int = 0  # the step that never ends
     k: int = 0
     pages: int = 4096
     slots: int = 8
     max_len: int = 512
     refuse: str = ""  # CheckpointError while loading
+    at_rank: int = -1  # the only rank that fails, hangs or refuses; -1: every rank
 
     @classmethod
     def read(cls, text: str) -> Behaviour:
@@ -76,6 +81,9 @@ class Finished:
 
 
 class EchoRunner:
+    has_spare_work = False
+    lockstep = None
+
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.info = RunnerInfo(
@@ -94,6 +102,10 @@ class EchoRunner:
         started = time.perf_counter()
         if plan.step == self.behaviour.fail_at:
             raise RuntimeError("the device caught fire")
+        if plan.step == self.behaviour.miss_at:
+            raise CollectiveError("waited in vain for somebody")
+        if plan.step == self.behaviour.hang_at:
+            time.sleep(600)
         time.sleep(self.behaviour.delay_s)
         for init in plan.admissions:
             self._slots[init.slot] = _occupy(init)
@@ -115,6 +127,9 @@ class EchoRunner:
 
     def use_spare_time(self) -> bool:
         return False
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return plan.extent()
 
     def close(self) -> None:
         self._slots.clear()
@@ -180,9 +195,13 @@ def _logprobs(slot: Slot, row: int, positions: range, top: int) -> TokenLogprobs
     return TokenLogprobs(row, ids, values, np.full(len(positions), 2, np.int32))
 
 
-def build_echo(config: EngineConfig, progress: Callable[[str, float], None]) -> Runner:
+def build_echo(config: EngineConfig, progress: Callable[[str, float], None], seat: Seat) -> Runner:
     """The factory: `tests.engine.echo_runner:build_echo`."""
     behaviour = Behaviour.read(config.model.model)
+    if behaviour.at_rank == seat.rank:
+        behaviour = replace(behaviour, miss_at=0)
+    elif behaviour.at_rank != -1:
+        behaviour = replace(behaviour, fail_at=0, hang_at=0, refuse="")
     progress("loading", 0.0)
     time.sleep(behaviour.load_s)
     if behaviour.refuse:

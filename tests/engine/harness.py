@@ -18,7 +18,8 @@ from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.scheduler.events import TokenConstraint
 from paceline.scheduler.sequence_pages import NO_PAGE
 from paceline.step import Ints, RunnerInfo, StepPlan
-from tests.fakes import FakeRunner, reference_output
+from tests.fake_model import reference_output
+from tests.fakes import FakeRunner
 
 
 def engine_config(info: RunnerInfo, *, depth: int = 0, **keywords: Any) -> EngineConfig:

@@ -11,7 +11,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.messages import RESTED, StepMessage, StepTimes, decode
 from paceline.errors import EngineDead
 from paceline.request import Done
-from paceline.step import LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
+from paceline.step import Extent, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
 from tests.engine.harness import Harness, ModThree, engine_config, request
 from tests.fakes import FakeRunner, FakeStep, runner_info
 
@@ -323,6 +323,9 @@ def test_a_device_that_cannot_launch_answers_everybody_too() -> None:
 class Scripted:
     """A runner whose device times are given; every row emits one token and never ends."""
 
+    has_spare_work = False
+    lockstep = None
+
     def __init__(self, times: list[tuple[float, float]]) -> None:
         self._times = iter(times)
         self._runner = FakeRunner(runner_info())
@@ -330,6 +333,9 @@ class Scripted:
     @property
     def info(self) -> RunnerInfo:
         return self._runner.info
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return plan.extent()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         return ScriptedStep(self._runner.launch(plan), *next(self._times))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import select
 import threading
 import time
 from queue import SimpleQueue
 
 import pytest
 
-from paceline.engine.transport import Channel, ChannelClosed, Port, connected_pair
+from paceline.engine.transport import Channel, ChannelClosed, Channels, Port, connected_pair
 
 
 def opened() -> tuple[Channel, Port, SimpleQueue[str]]:
@@ -122,3 +123,53 @@ def test_the_engine_is_told_when_the_front_is_gone() -> None:
     port.close()
     with pytest.raises(ChannelClosed):
         channel.send(b"too late")
+
+
+def is_readable(channels: Channels, within_s: float = 0.0) -> bool:
+    return bool(select.select([channels.fileno()], [], [], within_s)[0])
+
+
+def test_several_channels_are_one_descriptor_and_frames_say_where_they_came_from() -> None:
+    opened_ones = [opened() for _ in range(3)]
+    channels = Channels([channel for channel, _, _ in opened_ones])
+    assert not is_readable(channels)
+    assert channels.receive() == []
+    opened_ones[2][1].send(b"two")
+    assert is_readable(channels, 5.0)
+    assert channels.receive(5.0) == [(2, b"two")]
+    for _, port, _ in opened_ones:
+        port.send(b"all")
+    found: list[tuple[int, bytes]] = []
+    while len(found) < 3:
+        found += channels.receive(5.0)
+    assert sorted(found) == [(0, b"all"), (1, b"all"), (2, b"all")]
+    channels.close()
+
+
+def test_a_channel_that_has_ended_says_so_once_and_leaves_the_others_to_be_waited_for() -> None:
+    opened_ones = [opened() for _ in range(2)]
+    channels = Channels([channel for channel, _, _ in opened_ones])
+    opened_ones[0][1].send(b"last words")
+    opened_ones[0][1].close()
+    found: list[tuple[int, bytes]] = []
+    while not opened_ones[0][0].at_end:
+        found += channels.receive(5.0)
+    assert found == [(0, b"last words")]
+    assert not is_readable(channels)  # or an event loop would turn for ever
+    opened_ones[1][1].close()
+    while not opened_ones[1][0].at_end:
+        channels.receive(5.0)
+    assert channels.receive(None) == []  # nobody is left to wait for
+    channels.close()
+
+
+def test_a_frame_can_be_seen_before_it_is_queued() -> None:
+    front, engine = connected_pair()
+    seen: SimpleQueue[bytes] = SimpleQueue()
+    port = Port(engine, on_end=lambda: None, on_frame=seen.put)
+    port.start()
+    channel = Channel(front)
+    channel.send(b"stop")
+    assert seen.get(timeout=5.0) == port.inbox.get(timeout=5.0) == b"stop"
+    channel.close()
+    port.close()

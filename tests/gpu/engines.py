@@ -21,6 +21,7 @@ from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
 from paceline.engine.messages import StepTimes
+from paceline.parallel.placement import LONE_SEAT, Seat
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
 from tests.e2e.loop import listened_to
@@ -30,11 +31,13 @@ IS_REHEARSAL = DEVICE == "cpu"
 _FACTORY = f"{__name__}:build"
 
 
-def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Runner:
+def build(
+    config: EngineConfig, progress: Callable[[str, float], None], seat: Seat = LONE_SEAT
+) -> Runner:
     """The factory of `open_llm`."""
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
-    return build_fixed_runner(sized, progress, torch.device(DEVICE))
+    return build_fixed_runner(sized, progress, device=torch.device(DEVICE))
 
 
 def open_llm(**options: Any) -> LLM:

@@ -31,6 +31,7 @@ from paceline.kernels.triton_cases_step import (
     unwritten,
 )
 from paceline.layers.attention import ForwardInputs
+from paceline.parallel.contract import Contract
 from paceline.runner.inputs import StepInputs, build_inputs
 from paceline.runner.varlen_drafts import VarlenDraftStep
 from paceline.sampling.verify import Accepted, AcceptRules, Tail, verify
@@ -259,7 +260,7 @@ def test_the_last_entry_of_a_row_holds_its_last_committed_position(seed: int) ->
 
 def drafts_of(world: Twice) -> VarlenDraftStep:
     nothing = torch.empty(0, 0)
-    return VarlenDraftStep(world.slots, world.pages, world.scene.k, world.live, nothing)
+    return VarlenDraftStep(world.slots, world.pages, world.scene.k, world.live, nothing, Contract())
 
 
 def drafting_rows(world: Twice) -> list[int]:

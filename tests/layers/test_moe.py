@@ -15,6 +15,7 @@ from paceline.kernels.routing import Routing, route
 from paceline.layers.linear import DenseLinear
 from paceline.layers.mlp import GatedMlp
 from paceline.layers.moe import Experts, MoeMlp, Router, SeparateExperts, StackedExperts
+from paceline.parallel.expert_exchange import NOBODY, RoutedRows
 
 EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 12, 8
 NAN = float("nan")
@@ -44,7 +45,7 @@ def rows(count: int) -> Tensor:
 def test_every_row_gets_the_sum_of_its_experts_and_the_shared_one(kind: str) -> None:
     x_TD, shared_TD = rows(9), rows(9).flip(0)
     chosen_TK, weight_TK = route(torch.randn(9, EXPERTS), None, Routing(CHOSEN))
-    found = experts(kind)(x_TD, chosen_TK, weight_TK, shared_TD.clone())
+    found = experts(kind)(RoutedRows(x_TD, chosen_TK, weight_TK), shared_TD.clone())
     gate_up, down = weights()
     for t in range(9):
         wanted = shared_TD[t].clone()
@@ -52,6 +53,25 @@ def test_every_row_gets_the_sum_of_its_experts_and_the_shared_one(kind: str) -> 
             gate, up = (gate_up[expert] @ x_TD[t]).chunk(2)
             wanted += weight * (down[expert] @ (silu(gate) * up))
         torch.testing.assert_close(found[t], wanted)
+
+
+@pytest.mark.trap("I9")
+@pytest.mark.parametrize("kind", ["stacked", "separate"])
+def test_nobody_computes_nothing_whatever_the_row_and_its_weight_are(kind: str) -> None:
+    x_TD, shared_TD = rows(4), rows(4).flip(0)
+    chosen_TK, weight_TK = route(torch.randn(4, EXPERTS), None, Routing(CHOSEN))
+    whole = experts(kind)(RoutedRows(x_TD, chosen_TK, weight_TK), shared_TD)
+    first_TK = chosen_TK.clone()
+    first_TK[:, 1] = NOBODY
+    second_TK = torch.where(first_TK < 0, chosen_TK, NOBODY)
+    halves = [
+        experts(kind)(RoutedRows(x_TD, x, torch.where(x < 0, NAN, weight_TK)), None)
+        for x in (first_TK, second_TK)
+    ]
+    torch.testing.assert_close(halves[0] + halves[1] + shared_TD, whole)
+    poisoned = RoutedRows(x_TD.fill_(NAN), first_TK.fill_(NOBODY), weight_TK.fill_(NAN))
+    assert torch.equal(experts(kind)(poisoned, shared_TD), shared_TD)
+    assert experts(kind)(RoutedRows(*(x[:0] for x in poisoned)), None).shape == (0, WIDTH)
 
 
 @pytest.mark.trap("I9")

@@ -104,13 +104,13 @@ def test_an_equal_or_missing_embedding_is_the_targets_own(
 ) -> None:
     head = random_head(reference)
     save_head(folder / "equal", head)
-    assert load(folder / "equal", target).embedding_VD is target.embedding_VD
+    assert load(folder / "equal", target).embedding is target.embedding
     del head.weights["embed_tokens.weight"]
     save_head(folder / "missing", head)
-    assert load(folder / "missing", target).embedding_VD is target.embedding_VD
+    assert load(folder / "missing", target).embedding is target.embedding
     head.weights["embed_tokens.weight"] = torch.randn(VOCAB + 8, 32)
     save_head(folder / "other", head)
-    assert load(folder / "other", target).embedding_VD.shape == (VOCAB + 8, 32)
+    assert load(folder / "other", target).embedding.table_VD.shape == (VOCAB + 8, 32)
 
 
 def test_biases_and_head_norms_are_taken_where_the_file_has_them(
@@ -194,5 +194,5 @@ def test_dummy_weights_need_only_the_config(folder: Path, reference: Any, target
     spec = read_eagle_spec(locate(str(path), load_format="dummy").config)
     dummy = DummyWeights(eagle_shapes(spec), 3, CPU)
     model = load_eagle("dummy", spec, dummy, EXACT, target, max_model_len=64)
-    assert model.embedding_VD is target.embedding_VD
+    assert model.embedding is target.embedding
     assert outputs(model, torch.randn(9, 32), torch.randint(0, VOCAB, (9,))).isfinite().all()

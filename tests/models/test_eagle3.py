@@ -179,7 +179,7 @@ def test_what_a_head_does_not_bring_is_the_targets(
     head = random_eagle3(reference, taps=(2, 4, 6), draft_vocab=None)
     save_eagle3(folder / "lean", head)
     model = load(folder / "lean", target)
-    assert model.embedding_VD is target.embedding_VD
+    assert model.embedding is target.embedding
     assert model.lm_head is not target.lm_head
     del head.weights["lm_head.weight"]
     head.config["draft_vocab_size"] = VOCAB

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
+from paceline.layers.moe import MoeMlp
 from paceline.layers.rope import inverse_frequencies, yarn_frequencies
 from paceline.models.decoder import Decoder
 from paceline.models.layout import add_pages
 from paceline.models.loading import DummyWeights, Reader, expected_shapes, load_decoder, load_layer
+from paceline.models.sharding import Cut
 from paceline.models.spec import read_spec
 from paceline.state.pages import Pages
 from tests.models.test_decoder import CPU, EXACT, load, paged_logits
@@ -174,7 +176,10 @@ def test_a_layer_behind_the_last_loads_with_experts(
     read = Reader(source, EXACT)
     layer = load_layer(spec, read, spec.num_layers, model.kernels)
     x_TD = torch.randn(5, 32)
-    assert torch.equal(layer.mlp(x_TD), model.layers[2].mlp(x_TD))
+    ours, theirs = layer.mlp, model.layers[2].mlp
+    assert isinstance(ours, MoeMlp)
+    assert isinstance(theirs, MoeMlp)
+    assert torch.equal(ours(x_TD), theirs(x_TD))
     assert layer.attention.nbytes == model.layers[2].attention.nbytes
 
 
@@ -257,10 +262,10 @@ class _Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def load(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        return self._tensors[name] if cut is None else cut.of(self._tensors[name])
 
-    def blocks(self, name: str) -> None:
+    def blocks(self, name: str, cut: Cut | None = None) -> None:
         return None
 
 

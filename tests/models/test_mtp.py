@@ -72,7 +72,7 @@ def test_an_mtp_layer_computes_what_its_definition_says(folder: Path, family: st
     head = random_mtp(reference)
     save_mtp(folder / f"{family}-mtp", folder / family, head)
     target, model = load(folder / f"{family}-mtp")
-    assert model.embedding_VD is target.embedding_VD
+    assert model.embedding is target.embedding
     assert model.lm_head is target.lm_head
     feature_ND, token_N = torch.randn(20, 32), torch.randint(0, VOCAB, (20,))
     found, expected = outputs(model, feature_ND, token_N), head.forward(feature_ND, token_N)
@@ -136,7 +136,7 @@ def test_an_embedding_and_a_head_of_its_own_are_used(saved: Path, tmp_path: Path
     hidden_BD = torch.randn(3, 32)
     expected = hidden_BD @ tensors["model.layers.2.shared_head.head.weight"].T
     torch.testing.assert_close(model.logits(hidden_BD), expected)
-    assert torch.equal(model.embedding_VD, tensors["model.layers.2.embed_tokens.weight"])
+    assert torch.equal(model.embedding.table_VD, tensors["model.layers.2.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,24 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_chrome_trace(path) == [Span("plan", 1, 0.0, 0.25), Span("device", 1, 0.5, 1.0)]
 
 
+def test_replicas_have_lanes_of_their_own(tmp_path: Path) -> None:
+    spans = [
+        Span("plan", 1, 0.0, 1.0),
+        Span("device", 1, 1.0, 2.0, 1),
+        Span("plan", 7, 2.0, 3.0, 1),
+    ]
+    path = tmp_path / "trace.json"
+    write_chrome_trace(path, spans, {})
+    assert read_chrome_trace(path) == spans
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [names[e["pid"]] for e in events if e["ph"] == "X"] == [
+        "host of replica 0",
+        "device of replica 1",
+        "host of replica 1",
+    ]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_every_stage_of_every_step_is_recorded_in_its_order(depth: int) -> None:
     harness = Harness(runner_info(max_k=2), depth=depth)
@@ -92,7 +110,7 @@ def test_bench_writes_a_trace_with_host_and_device_lanes(
     trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert trace["otherData"]["model"] == "echo"
     named = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert named == set(LANES) - {"bind"}
+    assert named == set(LANES) - {"bind", "agree"}
     spans = read_chrome_trace(path)
     assert min(span.start_s for span in spans) == 0.0
     device = [span for span in spans if span.lane == "device"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.kernels.step_rows import StepShape
-from paceline.runner.shapes import Buckets, draft_starts, is_uniform, row_starts
+from paceline.runner.shapes import Buckets, draft_starts, row_starts
 from paceline.step import StepPlan
 
 
@@ -33,7 +33,7 @@ BUCKETS = Buckets.of(max_rows=64, max_tokens=512, max_k=3)
 @pytest.mark.parametrize("num_rows", range(1, 65))
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
-    shape = BUCKETS.shape_of(plan([k] * num_rows, []))
+    shape = BUCKETS.shape_of(plan([k] * num_rows, []).extent())
     assert shape.is_uniform
     assert BUCKETS.is_captured(shape)
     assert shape.rows >= num_rows
@@ -43,13 +43,13 @@ def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
 
 
 def test_a_step_without_drafts_pays_for_none() -> None:
-    assert BUCKETS.shape_of(plan([0, 0], [])) == StepShape(2, 2, 0, True)
+    assert BUCKETS.shape_of(plan([0, 0], []).extent()) == StepShape(2, 2, 0, True)
 
 
 def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
     mixed = plan([3, 1], [(40, False), (7, True)])
-    shape = BUCKETS.shape_of(mixed)
-    assert not is_uniform(mixed)
+    shape = BUCKETS.shape_of(mixed.extent())
+    assert not mixed.extent().is_uniform
     assert shape == StepShape(4, 64, 3, False)
     assert row_starts(mixed, shape).tolist() == [0, 4, 6, 46]
     # Two tokens to decode, a chunk as it is, a last chunk with its sample.
@@ -57,19 +57,19 @@ def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
 
 
 def test_a_chunk_of_one_token_is_a_decoding_row() -> None:
-    assert is_uniform(plan([2], [(1, True)]))
+    assert plan([2], [(1, True)]).extent().is_uniform
 
 
 def test_uniform_rows_are_as_far_apart_as_the_tier_is_wide() -> None:
     uniform = plan([1, 0, 3], [])
-    shape = BUCKETS.shape_of(uniform)
+    shape = BUCKETS.shape_of(uniform.extent())
     assert row_starts(uniform, shape).tolist() == [0, 4, 8]
     assert draft_starts(uniform, shape).tolist() == [0, 2, 4]
 
 
 def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:
     buckets = Buckets.of(max_rows=8, max_tokens=8192, max_k=0)
-    shape = buckets.shape_of(plan([], [(5000, True)]))
+    shape = buckets.shape_of(plan([], [(5000, True)]).extent())
     assert shape.tokens == 5056
     assert not buckets.is_captured(shape)
 
@@ -77,4 +77,4 @@ def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:
 def test_the_largest_bucket_is_what_the_engine_may_plan() -> None:
     assert BUCKETS.mixed_tokens[-1] == 512
     assert BUCKETS.rows[-1] == 64
-    assert BUCKETS.is_captured(BUCKETS.shape_of(plan([], [(512, True)])))
+    assert BUCKETS.is_captured(BUCKETS.shape_of(plan([], [(512, True)]).extent()))

@@ -22,12 +22,22 @@ class Process:
     """`serve_echo` running."""
 
     def __init__(
-        self, behaviour: str, log: IO[str], *, max_files: int | None = None, **options: Any
+        self,
+        behaviour: str,
+        log: IO[str],
+        *,
+        max_files: int | None = None,
+        engine: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.log = log
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        arguments = [behaviour, json.dumps({"port": self.port, **options})]
+        arguments = [
+            behaviour,
+            json.dumps({"port": self.port, **options}),
+            json.dumps(engine or {}),
+        ]
         command = [sys.executable, "-m", "tests.server.serve_echo", *arguments]
         if max_files is not None:
             command = ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *command]
@@ -49,10 +59,11 @@ class Process:
         assert url == f"http://127.0.0.1:{self.port}"
         return self.popen.stdout.readline().strip()
 
-    def find_engine(self) -> None:
+    def find_engine(self, num_ranks: int = 1) -> None:
         children = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
         self.engine_pids = [int(pid) for c in children for pid in c.read_text().split()]
-        assert len(self.engine_pids) == 1
+        self.engine_pids.sort()
+        assert len(self.engine_pids) == num_ranks
 
     def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -100,14 +111,20 @@ def processes_of(group: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(
-    behaviour: str = "", *, wait: bool = True, max_files: int | None = None, **options: Any
+    behaviour: str = "",
+    *,
+    wait: bool = True,
+    max_files: int | None = None,
+    engine: dict[str, Any] | None = None,
+    num_ranks: int = 1,
+    **options: Any,
 ) -> Iterator[Process]:
     with tempfile.TemporaryFile("w+") as log:
-        process = Process(behaviour, log, max_files=max_files, **options)
+        process = Process(behaviour, log, max_files=max_files, engine=engine, **options)
         try:
             if wait:
                 process.await_ready()
-                process.find_engine()
+                process.find_engine(num_ranks)
             yield process
         finally:
             process.popen.kill()

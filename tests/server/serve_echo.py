@@ -1,6 +1,7 @@
 """A whole server as a process of its own: `run_server` over a real client and the echo runner.
 
-Usage: python -m tests.server.serve_echo BEHAVIOUR OPTIONS(JSON); prints the URL when it is ready.
+Usage: python -m tests.server.serve_echo BEHAVIOUR OPTIONS(JSON) [ENGINE(JSON)]; prints the URL when
+it is ready.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from paceline.server.options import ServerOptions
 from tests.engine.echo_client import FACTORY, echo_front
 
 
-def main(behaviour: str, options: dict[str, Any]) -> int:
+def main(behaviour: str, options: dict[str, Any], engine: dict[str, Any]) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
     def factory() -> EngineClient:
         sys.stdout.write("loading\n")
         sys.stdout.flush()
-        config = EngineConfig.from_keywords(model=behaviour)
+        config = EngineConfig.from_keywords(model=behaviour, **engine)
         return EngineClient.start(config, factory=FACTORY, front=echo_front())
 
     def on_ready(url: str, curl: str) -> None:
@@ -39,4 +40,4 @@ def main(behaviour: str, options: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))
+    sys.exit(main(sys.argv[1], *map(json.loads, [*sys.argv[2:], "{}"][:2])))

@@ -1,0 +1,244 @@
+"""The ranks of one engine as the front sees them: begun together, heard together, ended together.
+
+Owns who is gone, why, and that nobody stays behind. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from paceline.config import EngineConfig
+from paceline.engine.boot import Failed, Post, Start, is_boot_frame
+from paceline.engine.launch import DEFAULT_FACTORY, EngineHandle, EngineThread, start_ranks
+from paceline.engine.messages import Died, Message, Progress, Ready, Stopped, decode
+from paceline.engine.transport import ChannelClosed, Channels
+from paceline.errors import ConfigError, EngineDead, PacelineError
+from paceline.parallel.placement import Layout, Seat, layout_of
+from paceline.step import RunnerInfo
+
+# How long a rank that was left alone is asked who left it, before it is taken for the first.
+_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Why a rank has ended, as it said itself."""
+
+    reason: str
+    after_another: bool
+    failed: Failed | None = None  # it could not start
+
+
+class Cluster:
+    """One process for each rank, or a single rank in a thread. Build it with `launch`."""
+
+    def __init__(self, layout: Layout, ranks: Sequence[EngineHandle], folder: str = "") -> None:
+        self.layout = layout
+        self._ranks = list(ranks)
+        self._folder = folder  # where the ranks meet
+        self._owner_pid = os.getpid()  # a fork of the front has no say in the folder
+        self._channels = Channels([rank.channel for rank in ranks])
+        self._early: list[tuple[int, Message]] = []  # read while sending, for `receive`
+        self._words: dict[int, _Words] = {}  # in the order they came
+        self._stopped: set[int] = set()  # ranks that have said that they end as asked
+
+    @classmethod
+    def launch(
+        cls, config: EngineConfig, factory: str = DEFAULT_FACTORY, *, in_process: bool = False
+    ) -> Self:
+        """Start every rank; each imports `factory` and waits for `begin`."""
+        layout = layout_of(config)
+        if in_process and layout.num_ranks > 1:
+            raise ConfigError(
+                "engine_in_process runs one rank in a thread; tensor_parallel_size "
+                f"{layout.tensor_parallel} x data_parallel_size {layout.data_parallel} are "
+                f"{layout.num_ranks} ranks, which need processes of their own."
+            )
+        meets = layout.num_ranks > 1 or config.device.force_collectives
+        folder = tempfile.mkdtemp(prefix="paceline-") if meets else ""
+        try:
+            if in_process:
+                return cls(layout, [EngineThread(factory, Post(Seat(0, layout, folder)))], folder)
+            return cls(layout, start_ranks(factory, layout, folder), folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    # ---- the beginning
+
+    def begin(self, config: EngineConfig, log_level: str) -> None:
+        """Tell every rank what to build."""
+        frame = Start(config, log_level).encode()
+        for rank in self._ranks:
+            with contextlib.suppress(ChannelClosed):  # then it has said why
+                rank.channel.send(frame)
+
+    def await_ready(self, progress: Callable[[str, float], None] | None) -> RunnerInfo:
+        """Return when every rank serves. The sizes are those of the smallest replica."""
+        infos: dict[int, RunnerInfo] = {}
+        while len(infos) < len(self._ranks):
+            for rank, message in self._take(None):
+                match message:
+                    case Ready(info=info):
+                        infos[rank] = info
+                    case Progress(stage=stage, fraction=fraction) if progress is not None:
+                        progress(stage, fraction)
+            if self._words or self.is_over:
+                raise self._start_error()
+        leaders = [infos[rank] for rank in self.layout.leaders()]
+        return replace(
+            leaders[0],
+            num_pages=min(info.num_pages for info in leaders),
+            num_slots=min(info.num_slots for info in leaders),
+            max_model_len=min(info.max_model_len for info in leaders),
+        )
+
+    def _start_error(self) -> PacelineError:
+        rank, reason = self._first_to_go()
+        words = self._words.get(rank)
+        if words is not None and words.failed is not None:
+            return words.failed.to_error(self._label(rank))
+        return EngineDead(f"The engine could not start: {self._label(rank)}{reason}")
+
+    # ---- messages
+
+    @property
+    def num_replicas(self) -> int:
+        return self.layout.data_parallel
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of every rank that is a process of its own."""
+        return [rank.pid for rank in self._ranks if rank.pid is not None]
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something."""
+        return self._channels.fileno()
+
+    def send(self, replica: int, frame: bytes) -> None:
+        """To a replica's leader. Raises EngineDead with the reason when it is gone."""
+        leader = self.layout.leaders()[replica]
+        try:
+            self._ranks[leader].channel.send(frame)
+        except ChannelClosed:
+            self._early += self._take(0.0)  # it said why before it closed its end
+            if leader in self._stopped and not self.is_over:
+                raise EngineDead("The engine is shutting down.") from None
+            raise EngineDead(self.death_notice()) from None
+
+    def send_all(self, frame: bytes) -> None:
+        """To the leaders of all replicas."""
+        for replica in range(self.num_replicas):
+            self.send(replica, frame)
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[tuple[int, Message]]:
+        """(replica, message) of all that has come; waits up to `timeout_s` (None: for ever)."""
+        early, self._early = self._early, []
+        found = [*early, *self._take(0.0 if early else timeout_s)]
+        return [(rank // self.layout.tensor_parallel, message) for rank, message in found]
+
+    def _take(self, timeout_s: float | None) -> list[tuple[int, Message]]:
+        """(rank, message); what ranks say about their own end stays here."""
+        found: list[tuple[int, Message]] = []
+        for rank, frame in self._channels.receive(timeout_s):
+            if is_boot_frame(frame):
+                failed = Failed.decode(frame)
+                self._words[rank] = _Words(failed.message, failed.after_another, failed)
+                continue
+            match decode(frame):
+                case Died(reason=reason, after_another=after_another):
+                    self._words[rank] = _Words(reason, after_another)
+                case Stopped():
+                    self._stopped.add(rank)
+                case message:
+                    found.append((rank, message))
+        return found
+
+    # ---- the end
+
+    @property
+    def has_stopped(self) -> bool:
+        """Every replica has ended as it was asked to."""
+        return self._stopped.issuperset(self.layout.leaders())
+
+    @property
+    def is_over(self) -> bool:
+        """Somebody is gone who was not asked to, or all are gone: nothing runs from here on."""
+        gone = self._gone()
+        return bool(gone - self._stopped) or gone.issuperset(self.layout.leaders())
+
+    def death_notice(self) -> str:
+        """Who went first, and why."""
+        rank, reason = self._first_to_go()
+        return f"The engine is gone: {self._label(rank)}{reason}"
+
+    def kill(self) -> None:
+        """End everybody now. What they have said can still be received."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.end(0.0)
+        self._remove_folder()
+
+    def stop(self, grace_s: float) -> None:
+        """End everybody: by asking, and after `grace_s` without. Returns when all are gone."""
+        give_up_s = time.monotonic() + grace_s
+        if grace_s > 0:
+            for rank in self._ranks:
+                rank.ask_to_stop()
+        else:
+            for rank in self._ranks:
+                rank.kill()
+        for rank in self._ranks:
+            rank.end(max(0.0, give_up_s - time.monotonic()))
+        self._channels.close()
+        self._remove_folder()
+
+    def _gone(self) -> set[int]:
+        return {i for i, rank in enumerate(self._ranks) if rank.channel.at_end}
+
+    def _first_to_go(self) -> tuple[int, str]:
+        """The rank that ended first, as far as can be told, and why.
+
+        A rank that is left alone fails as well, and may be heard first: its peers are gone, or did
+        not come to a collective. So those who blame nobody else come before those who do.
+        """
+        if len(self._ranks) == 1:
+            words = self._words.get(0)
+            return 0, words.reason if words is not None else self._ranks[0].exit_reason()
+        give_up_s = time.monotonic() + _LAST_WORDS_S
+        while True:
+            self._early += self._take(0.0)
+            silent = sorted(self._gone() - self._stopped - set(self._words))
+            first = next((r for r in silent if self._ranks[r].was_killed()), None)
+            if first is None:
+                blameless = (r for r, words in self._words.items() if not words.after_another)
+                first = next(blameless, next(iter(silent), None))
+            left_s = give_up_s - time.monotonic()
+            if first is not None or left_s <= 0 or len(self._gone()) == len(self._ranks):
+                break
+            self._early += self._take(left_s)
+        if first is None:
+            first = next(iter(self._words), 0)
+        words = self._words.get(first)
+        return first, words.reason if words is not None else self._ranks[first].exit_reason()
+
+    def _label(self, rank: int) -> str:
+        if len(self._ranks) == 1:
+            return ""
+        return f"rank {rank} (replica {rank // self.layout.tensor_parallel}): "
+
+    def _remove_folder(self) -> None:
+        if self._folder and os.getpid() == self._owner_pid:
+            shutil.rmtree(self._folder, ignore_errors=True)

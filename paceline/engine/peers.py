@@ -1,0 +1,133 @@
+"""Ranks that share the layers of a replica: the leader sends its plans, the others launch them.
+
+Every rank computes its own results, which are the same to the bit; only plans and masks travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
+from paceline.step import (
+    Extent,
+    InFlightStep,
+    LateMasks,
+    Lockstep,
+    Runner,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+)
+
+_HEADER = struct.Struct("<IB")  # bytes that follow, kind
+_PLAN, _LATE, _SPARE = 1, 2, 3
+# Without a new plan for so long, a peer looks whether its last steps went well.
+_QUIET_S = 0.05
+
+
+class LeadingRunner:
+    """A leader's runner: what it launches, its peers launch too. See step.Runner."""
+
+    def __init__(self, runner: Runner, peers: Sequence[socket.socket]) -> None:
+        self._runner = runner
+        self._peers = peers
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        return self._runner.lockstep
+
+    @property
+    def has_spare_work(self) -> bool:
+        return self._runner.has_spare_work
+
+    def extent(self, plan: StepPlan) -> Extent:
+        return self._runner.extent(plan)
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        self.send(_PLAN, encode_plan(plan))
+        return _LeadingStep(self, self._runner.launch(plan))
+
+    def use_spare_time(self) -> bool:
+        self.send(_SPARE, b"")
+        return self._runner.use_spare_time()
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        self._runner.close()
+
+    def send(self, kind: int, payload: bytes) -> None:
+        frame = _HEADER.pack(len(payload), kind) + payload
+        for peer in self._peers:
+            # A peer that is gone is the front's to notice; the step would wait for it in vain.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                peer.sendall(frame)
+
+
+class _LeadingStep:
+    def __init__(self, runner: LeadingRunner, step: InFlightStep) -> None:
+        self._runner = runner
+        self._step = step
+
+    def bind(self, late: LateMasks) -> None:
+        self._runner.send(_LATE, encode_late(late))
+        self._step.bind(late)
+
+    def wait(self) -> StepResult:
+        return self._step.wait()
+
+
+def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
+    """Launch what the leader launches until its end is closed. Raises what a step raised."""
+    in_flight: deque[InFlightStep] = deque()
+    unbound: InFlightStep | None = None  # the newest, when it waits for masks
+    poll = select.poll()
+    poll.register(leader, select.POLLIN)
+    while True:
+        is_waiting = bool(in_flight) and in_flight[0] is not unbound
+        if is_waiting and not poll.poll(_QUIET_S * 1000):
+            in_flight.popleft().wait()
+            continue
+        header = _read_exactly(leader, _HEADER.size)
+        if header is None:
+            return
+        size, kind = _HEADER.unpack(header)
+        payload = _read_exactly(leader, size)
+        if payload is None:
+            return
+        if kind == _SPARE:
+            runner.use_spare_time()
+        elif kind == _LATE:
+            assert unbound is not None, "masks for a step that waits for none"
+            unbound.bind(decode_late(payload))
+            unbound = None
+        else:
+            plan = decode_plan(payload)
+            in_flight.append(runner.launch(plan))
+            unbound = in_flight[-1] if plan.late_B is not None else None
+            while len(in_flight) > depth + 1:
+                in_flight.popleft().wait()
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
+    """None: the other end is closed."""
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        try:
+            count = sock.recv_into(view[filled:])
+        except ConnectionResetError:
+            return None
+        if not count:
+            return None
+        filled += count
+    return bytes(data)

@@ -1,0 +1,115 @@
+"""Plans as bytes: what the leader of a replica sends to the ranks that share its layers.
+
+Plain numbers and arrays, no pickle; an admitted request travels as it came from the front.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from paceline.engine.messages import decode_submit, encode_submit
+from paceline.step import Extent, Ints, LateMasks, PageAppends, SlotInit, StepPlan
+
+_HEAD = struct.Struct("<6i")  # step, k, rows, admissions, page appends, flags
+_EXTENT = struct.Struct("<7i")
+_INIT = struct.Struct("<7i")  # slot, prompt_len, num_cached, max_len, tokens, pages, request bytes
+_LATE, _AGREED = 1, 2
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    rows, appends, agreed = plan.num_rows, plan.page_appends, plan.agreed
+    num_appends = 0 if appends is None else len(appends.slot)
+    flags = _LATE * (plan.late_B is not None) | _AGREED * (agreed is not None)
+    parts = [
+        _HEAD.pack(plan.step, plan.k, rows, len(plan.admissions), num_appends, flags),
+        plan.uid_B.astype(np.int64).tobytes(),
+        *(_ints(x) for x in (plan.slot_B, plan.query_len_B, plan.k_B, plan.length_bound_B)),
+        plan.samples_B.tobytes(),
+    ]
+    if plan.late_B is not None:
+        parts.append(plan.late_B.tobytes())
+    if agreed is not None:
+        parts.append(_EXTENT.pack(*agreed.packed()))
+    if appends is not None:
+        parts += [_ints(x) for x in (appends.slot, appends.index, appends.page)]
+    parts += [_pack_init(init) for init in plan.admissions]
+    return b"".join(parts)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    step, k, rows, num_inits, num_appends, flags = _HEAD.unpack_from(data)
+    read = _Cursor(data, _HEAD.size)
+    uid_B = read.array(np.int64, rows)
+    slot_B, query_len_B, k_B, bound_B = (read.array(np.int32, rows) for _ in range(4))
+    samples_B = read.array(np.bool_, rows)
+    late_B = read.array(np.bool_, rows) if flags & _LATE else None
+    agreed = Extent.unpacked(read.struct(_EXTENT)) if flags & _AGREED else None
+    appends = None
+    if num_appends:
+        appends = PageAppends(*(read.array(np.int32, num_appends) for _ in range(3)))
+    return StepPlan(
+        step=step,
+        k=k,
+        uid_B=uid_B,
+        slot_B=slot_B,
+        query_len_B=query_len_B,
+        k_B=k_B,
+        samples_B=samples_B,
+        length_bound_B=bound_B,
+        admissions=[_unpack_init(read) for _ in range(num_inits)],
+        page_appends=appends,
+        late_B=late_B,
+        agreed=agreed,
+    )
+
+
+def encode_late(late: LateMasks) -> bytes:
+    count, width, words = late.mask_RWV.shape
+    return struct.pack("<3i", count, width, words) + _ints(late.row_R) + _ints(late.mask_RWV)
+
+
+def decode_late(data: bytes) -> LateMasks:
+    count, width, words = struct.unpack_from("<3i", data)
+    read = _Cursor(data, 12)
+    row_R = read.array(np.int32, count)
+    return LateMasks(row_R, read.array(np.int32, count * width * words).reshape(-1, width, words))
+
+
+def _pack_init(init: SlotInit) -> bytes:
+    request = encode_submit(init.request)
+    sizes = (len(init.tokens), len(init.pages), len(request))
+    head = _INIT.pack(init.slot, init.prompt_len, init.num_cached, init.max_len, *sizes)
+    return b"".join((head, _ints(init.tokens), _ints(init.pages), request))
+
+
+def _unpack_init(read: _Cursor) -> SlotInit:
+    slot, prompt_len, num_cached, max_len, num_tokens, num_pages, size = read.struct(_INIT)
+    tokens, pages = read.array(np.int32, num_tokens), read.array(np.int32, num_pages)
+    request = decode_submit(read.take(size))
+    return SlotInit(slot, request, tokens, prompt_len, num_cached, max_len, pages)
+
+
+def _ints(values: Ints) -> bytes:
+    return np.ascontiguousarray(values, np.int32).tobytes()
+
+
+class _Cursor:
+    """Reads one part after the other."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self._at = at
+
+    def take(self, count: int) -> bytes:
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def struct(self, kind: struct.Struct) -> tuple[Any, ...]:
+        return kind.unpack(self.take(kind.size))
+
+    def array(self, kind: type[np.generic], count: int) -> Any:
+        """A copy: whoever has the plan may write to it."""
+        return np.frombuffer(self.take(count * np.dtype(kind).itemsize), kind).copy()

@@ -1,0 +1,246 @@
+"""Replicas that step together, over fake runners: engines in threads, agreements in memory.
+
+Real processes and real collectives are in tests/parallel; here are the loop's own decisions.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from paceline.engine.engine import Engine, run_engine
+from paceline.engine.messages import (
+    Drain,
+    StepMessage,
+    Stop,
+    Stopped,
+    Wake,
+    decode,
+    encode,
+    encode_submit,
+)
+from paceline.step import Agreed, Extent, Wish
+from tests.engine.harness import engine_config, request
+from tests.fake_model import reference_output
+from tests.fakes import FakeRunner, runner_info
+
+K = 3
+PATIENCE_S = 20.0
+
+
+class Table:
+    """Where the replicas of one test meet: an agreement is a barrier that everybody fills."""
+
+    def __init__(self, size: int) -> None:
+        self.wishes: list[Wish] = [Wish()] * size
+        self.size = size
+        self.agreements: list[list[Wish]] = []
+        self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
+
+    def meet(self, place: int, wish: Wish) -> list[Wish]:
+        self.wishes[place] = wish
+        self._barrier.wait()
+        wishes = list(self.wishes)
+        if place == 0:
+            self.agreements.append(wishes)
+        self._barrier.wait()
+        return wishes
+
+
+@dataclass
+class TableLockstep:
+    table: Table
+    place: int
+    number: int = 0
+
+    def agree(self, wish: Wish) -> Agreed:
+        wishes = self.table.meet(self.place, wish)
+        self.number += 1
+        return Agreed(
+            extent=Extent.joined([w.extent for w in wishes]),
+            has_plan=any(w.has_plan for w in wishes),
+            is_unfinished=any(w.is_unfinished for w in wishes),
+            is_draining=all(w.is_draining for w in wishes),
+            has_spare_time=any(w.has_spare_time for w in wishes),
+        )
+
+
+@dataclass
+class Replica:
+    runner: FakeRunner
+    engine: Engine
+    inbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    has_stopped: bool = False
+    error: BaseException | None = None
+
+    def take(self, data: bytes) -> None:
+        message = decode(data)
+        if isinstance(message, Stopped):
+            self.has_stopped = True
+        if isinstance(message, StepMessage):
+            for row, uid in enumerate(message.uid_B.tolist()):
+                count = int(message.count_B[row])
+                self.tokens.setdefault(uid, []).extend(message.token_BW[row, :count].tolist())
+                if message.done_B[row]:
+                    self.done.add(uid)
+
+
+@contextmanager
+def replicas(
+    size: int, depth: int = 1, delay: Callable[[str], None] | None = None, **options: Any
+) -> Iterator[tuple[Table, list[Replica]]]:
+    table = Table(size)
+    made: list[Replica] = []
+    for place in range(size):
+        info = runner_info(max_k=K, num_slots=4, num_pages=64, max_model_len=64)
+        runner = FakeRunner(info, seed=place, delay=lambda: None, **options)
+        runner.lockstep = TableLockstep(table, place)
+        replica = Replica(runner, None)  # type: ignore[arg-type]
+        replica.engine = Engine(runner, engine_config(info, depth=depth), replica.take, delay=delay)
+        made.append(replica)
+
+    def run(place: int) -> None:
+        others = [x for i, x in enumerate(made) if i != place]
+
+        def wake(step: int) -> None:
+            for other in others:
+                other.inbox.put(encode(Wake(step)))
+
+        try:
+            run_engine(made[place].engine, made[place].inbox, wake)
+        except BaseException as error:
+            made[place].error = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(size)]
+    for thread in threads:
+        thread.start()
+    yield table, made
+    for replica in made:
+        if not replica.has_stopped:
+            replica.inbox.put(encode(Stop()))
+    # Who waits in an agreement is not awake for a Stop; the process would end there.
+    for thread in threads:
+        thread.join(0.2)
+    for replica in made:
+        replica.runner.close()
+        assert replica.error is None or isinstance(
+            replica.error.__cause__, threading.BrokenBarrierError
+        )
+
+
+def await_done(made: list[Replica], wanted: dict[int, list[int]]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    uids = {(place, uid) for place, x in wanted.items() for uid in x}
+    while any(uid not in made[place].done for place, uid in uids):
+        assert time.monotonic() < give_up_s, "requests hang"
+        assert all(x.error is None for x in made), [x.error for x in made]
+        time.sleep(0.002)
+
+
+def expected(uid: int, prompt: list[int], most: int) -> list[int]:
+    return reference_output(request(uid, prompt, max_tokens=most), 64, 64)[0]
+
+
+def submit(replica: Replica, uid: int, prompt: list[int], **params: Any) -> None:
+    replica.inbox.put(encode_submit(request(uid, prompt, **params)))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_one_request_finishes_while_all_other_replicas_are_idle(depth: int) -> None:
+    with replicas(3, depth) as (_, made):
+        submit(made[1], 7, [1, 2, 3], max_tokens=20)
+        await_done(made, {1: [7]})
+        assert made[1].tokens[7] == expected(7, [1, 2, 3], 20)
+        steps = [x.runner.num_steps for x in made]
+        assert len(set(steps)) == 1, "every rank runs every step"
+        assert all(not p.num_rows for p in made[0].runner.plans)
+        assert all(p.agreed is not None for p in made[0].runner.plans)
+
+
+def test_shapes_are_agreed_and_each_rank_keeps_its_own_k() -> None:
+    with replicas(2) as (_, made):
+        submit(made[0], 1, list(range(1, 12)), max_tokens=12)
+        submit(made[1], 2, [5], max_tokens=12)
+        await_done(made, {0: [1], 1: [2]})
+    for ours, theirs in zip(made[0].runner.plans, made[1].runner.plans, strict=False):
+        assert ours.step == theirs.step
+        assert ours.agreed == theirs.agreed
+        assert ours.k == theirs.k
+
+
+def test_replicas_sleep_when_all_are_idle_and_wake_for_whoever_gets_work() -> None:
+    with replicas(3) as (table, made):
+        for uid, place in enumerate((0, 2, 1, 1, 0), start=1):
+            submit(made[place], uid, [uid, 2], max_tokens=5)
+            await_done(made, {place: [uid]})
+            time.sleep(0.05)
+            before = len(table.agreements)
+            time.sleep(0.1)
+            assert len(table.agreements) == before, "idle replicas go on agreeing"
+        assert [w.is_unfinished for w in table.agreements[-1]] == [False] * 3
+
+
+def test_a_wake_for_an_agreement_that_has_been_is_ignored() -> None:
+    with replicas(2) as (table, made):
+        submit(made[0], 1, [1], max_tokens=3)
+        await_done(made, {0: [1]})
+        time.sleep(0.05)
+        before = len(table.agreements)
+        made[1].inbox.put(encode(Wake(before)))
+        time.sleep(0.05)
+        assert len(table.agreements) == before
+        submit(made[1], 2, [1], max_tokens=3)
+        await_done(made, {1: [2]})
+
+
+def test_drained_replicas_end_at_the_same_agreement() -> None:
+    with replicas(3) as (table, made):
+        submit(made[2], 1, [3, 4], max_tokens=16)
+        for replica in made:
+            replica.inbox.put(encode(Drain()))
+        await_done(made, {2: [1]})
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not all(x.has_stopped for x in made):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.002)
+        assert made[2].tokens[1] == expected(1, [3, 4], 16)
+        assert all(w.is_draining for w in table.agreements[-1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_on_every_replica_gives_the_tokens_of_requests_run_alone(seed: int) -> None:
+    """Arrivals at any moment, prompts longer than a chunk, pages that run out, idle spells."""
+    random_ = random.Random(seed)
+
+    def delay(stage: str) -> None:
+        if random_.random() < 0.02:
+            time.sleep(0.001)
+
+    wanted: dict[int, list[int]] = {}
+    prompts: dict[int, tuple[list[int], int]] = {}
+    with replicas(2 + seed % 2, seed % 3, delay) as (_, made):
+        for uid in range(1, 31):
+            place = 0 if uid % 5 else random_.randrange(len(made))
+            prompt = [random_.randrange(1, 50) for _ in range(random_.choice((1, 3, 17, 40)))]
+            most = random_.choice((1, 2, 9, 64 - len(prompt)))
+            prompts[uid] = prompt, most
+            submit(made[place], uid, prompt, max_tokens=most)
+            wanted.setdefault(place, []).append(uid)
+            if random_.random() < 0.3:
+                time.sleep(random_.random() * 0.02)
+        await_done(made, wanted)
+        for place, uids in wanted.items():
+            for uid in uids:
+                prompt, most = prompts[uid]
+                assert made[place].tokens[uid] == expected(uid, prompt, most)
+        assert len({x.runner.num_steps for x in made}) == 1

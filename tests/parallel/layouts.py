@@ -1,0 +1,121 @@
+"""The ladder under layouts of ranks: what varies, which families fit, and how a rung is run.
+
+Tokens must equal transformers' greedy ones, whatever is spread over whom.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import LLM
+from paceline.config import EngineConfig
+from paceline.engine.client import EngineClient
+from paceline.engine.launch import DEFAULT_FACTORY
+from tests.e2e.ladder import Rung, Workshop, options_of, run_prompts
+from tests.parallel.factories import FIXED
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp4": {"tensor_parallel_size": 4},
+    "dp2": {"data_parallel_size": 2},
+    "dp4": {"data_parallel_size": 4},
+    "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "dp4-ep": {"data_parallel_size": 4, "enable_expert_parallel": True},
+    "tp2-dp2-ep": {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
+}
+DRAFTERS = ("none", "ngram", "draft_model", "eagle", "eagle3", "mtp")
+
+
+@dataclass(frozen=True)
+class LayoutRung:
+    """A rung of the ladder, and the ranks it runs on."""
+
+    layout: str
+    rung: Rung
+    exchange: str = "allgather_reducescatter"
+    draft_tp: int | None = None
+    has_fixed_shapes: bool = False
+
+    def __str__(self) -> str:
+        shapes = "-fixed" if self.has_fixed_shapes else ""
+        whole = "-draft_tp1" if self.draft_tp == 1 else ""
+        exchange = "-alltoall" if self.exchange == "alltoall" else ""
+        return f"{self.layout}{exchange}{whole}{shapes}-{self.rung}"
+
+
+def family_for(layout: str, drafter: str, index: int) -> str:
+    """Experts where they are spread; latent attention where a layer of the target drafts."""
+    if drafter == "mtp":
+        return ("deepseek-v3", "glm4-moe-lite")[index % 2]
+    if layout.endswith("ep"):
+        return ("mixtral", "qwen3-moe")[index % 2] if layout != "tp4" else "mixtral"
+    return ("llama", "mixtral", "qwen2")[index % 3]
+
+
+def rung_of(index: int, layout: str, drafter: str, depth: int, *, is_fixed: bool) -> LayoutRung:
+    """The other axes take turns."""
+    has_model = drafter in ("draft_model", "eagle", "eagle3", "mtp")
+    return LayoutRung(
+        layout,
+        Rung(
+            family=family_for(layout, drafter, index),
+            run_ahead=depth,
+            drafter=drafter,
+            k=(3, 1, 7, 2)[index % 4],
+            request_k=("all", "mixed")[index % 2],
+            chunk=(16, 2048, 37)[index % 3],
+            prefix_cache=index % 4 != 3,
+            pool=("roomy", "tight")[index // 2 % 2],
+            block_size=(16, 4)[index // 3 % 2],
+        ),
+        exchange=("allgather_reducescatter", "alltoall")[index // 3 % 2],
+        draft_tp=1 if has_model and index % 2 else None,
+        has_fixed_shapes=is_fixed,
+    )
+
+
+def few_rungs() -> list[LayoutRung]:
+    """Every layout with two drafters; every drafter, depth and kind of step several times."""
+    rungs = []
+    for i, layout in enumerate(LAYOUTS):
+        for j in range(2):
+            index = 2 * i + j
+            drafter = DRAFTERS[(5 * i + 3 * j + 2) % len(DRAFTERS)]
+            depth = (i + j + 1) % 3
+            rungs.append(rung_of(index, layout, drafter, depth, is_fixed=index % 4 == 1))
+    return rungs
+
+
+def all_rungs() -> list[LayoutRung]:
+    """Every layout with every drafter at every depth, in both kinds of steps."""
+    product = itertools.product(LAYOUTS, DRAFTERS, (0, 1, 2), (False, True))
+    return [
+        rung_of(i, layout, drafter, depth, is_fixed=is_fixed)
+        for i, (layout, drafter, depth, is_fixed) in enumerate(product)
+    ]
+
+
+def open_ranks(options: dict[str, Any], *, has_fixed_shapes: bool = False) -> LLM:
+    """An LLM of several processes; every collective is compared before it begins."""
+    checked = {"check_collectives": True, "stall_timeout": 60.0, **options}
+    config = EngineConfig.from_keywords(**checked)
+    factory = FIXED if has_fixed_shapes else DEFAULT_FACTORY
+    return LLM.from_client(EngineClient.start(config, factory=factory))
+
+
+def run_layout(what: LayoutRung, workshop: Workshop) -> tuple[list[list[int]], dict[str, int]]:
+    options = options_of(what.rung, workshop)
+    del options["engine_in_process"]
+    options |= LAYOUTS[what.layout] | {"all2all_backend": what.exchange}
+    if what.draft_tp is not None:
+        options["speculative_config"]["draft_tensor_parallel_size"] = what.draft_tp
+
+    with open_ranks(options, has_fixed_shapes=what.has_fixed_shapes) as llm:
+        return run_prompts(what.rung, llm, workshop.max_tokens)

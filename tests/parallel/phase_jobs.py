@@ -1,0 +1,81 @@
+"""What single ranks do in tests/parallel/test_phases.py: a real engine loop in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine, run_engine
+from paceline.engine.messages import Drain, StepMessage, decode, encode, encode_submit
+from paceline.parallel.placement import Seat, layout_of
+from paceline.request import EngineRequest, SamplingParams
+from paceline.runner.startup import build_runner
+
+
+def record(rank: int, folder: Path) -> dict[str, Any]:
+    """Serve the requests of this rank's replica and return what it did, collective by collective.
+
+    plan.json: options of the engine, and (prompt, most tokens, k) of each replica's requests.
+    """
+    asked = json.loads((folder / "plan.json").read_text())
+    config = EngineConfig.from_keywords(**asked["options"])
+    seat = Seat(rank, layout_of(config), str(folder))
+    runner: Any = build_runner(config, lambda stage, share: None, seat)
+    tokens: dict[int, list[int]] = {}
+    accepted = 0
+
+    def take(data: bytes) -> None:
+        nonlocal accepted
+        message = decode(data)
+        if isinstance(message, StepMessage):
+            accepted += int(message.num_accepted_B.sum())
+            for row, uid in enumerate(message.uid_B.tolist()):
+                found = message.token_BW[row, : message.count_B[row]].tolist()
+                tokens.setdefault(uid, []).extend(found)
+
+    engine = Engine(runner, config, take)
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    for uid, (prompt, most, k) in enumerate(asked["requests"][rank], start=1):
+        params = SamplingParams(temperature=0, max_tokens=most, num_speculative_tokens=k, seed=0)
+        inbox.put(encode_submit(EngineRequest(uid, prompt, params, eos_token_ids=(2,))))
+    inbox.put(encode(Drain()))
+    run_engine(engine, inbox)
+    runner.close()  # drafting goes on after the last result
+    lockstep = engine.lockstep
+    return {
+        "tokens": tokens,
+        "accepted": accepted,
+        "steps": engine.scheduler.num_steps,
+        "records": list(runner._device.groups.contract.records),
+        "agreements": list(lockstep._group.contract.records) if lockstep else [],  # type: ignore[attr-defined]
+    }
+
+
+def idle(rank: int, folder: Path) -> float:
+    """Share of a core that a rank takes while everybody sleeps."""
+    asked = json.loads((folder / "plan.json").read_text())
+    config = EngineConfig.from_keywords(**asked["options"])
+    seat = Seat(rank, layout_of(config), str(folder))
+    runner: Any = build_runner(config, lambda stage, share: None, seat)
+    engine = Engine(runner, config, lambda data: None)
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    began: dict[str, float] = {}
+
+    def end() -> None:
+        time.sleep(1.0)  # the first agreement is over, everybody sleeps
+        began["cpu"] = sum(os.times()[:2])
+        time.sleep(5.0)
+        began["used"] = sum(os.times()[:2]) - began["cpu"]
+        inbox.put(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    run_engine(engine, inbox, lambda step: None)
+    thread.join()
+    return began["used"] / 5.0

@@ -1,0 +1,70 @@
+"""Real ranks for tests: one process each, over gloo, with every collective compared.
+
+A job is a function `job(rank: int, folder: Path) -> result`, named as "module:function".
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.parallel.groups import GroupOptions, Groups, open_groups
+from paceline.parallel.placement import Layout, Seat
+
+TIMEOUT_S = 200
+
+
+def run_ranks(job: str, num_ranks: int, folder: Path) -> list[Any]:
+    """What `job` returned on each rank. Starting a process costs seconds: put much into one job."""
+    command = [sys.executable, "-m", "tests.parallel.ranks", job]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(num_ranks):
+        with (folder / f"said{rank}").open("wb") as said:
+            arguments = [*command, str(rank), str(folder)]
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=said, stderr=said))
+    try:
+        failed = _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not failed, "\n".join(f"rank {i}: {(folder / f'said{i}').read_text()}" for i in failed)
+    return [torch.load(folder / f"result{r}", weights_only=False) for r in range(num_ranks)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Who failed. One is enough: the others would wait for it in vain."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < give_up_s:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return [i for i, code in enumerate(codes) if code]
+        time.sleep(0.05)
+    return [i for i, process in enumerate(processes) if process.poll() is None]
+
+
+def open_checked(rank: int, layout: Layout, folder: Path, **options: Any) -> Groups:
+    """The groups of one layout; `folder` is its own, and made by whoever comes first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return open_groups(
+        Seat(rank, layout, str(folder)), GroupOptions(timeout_s=30, checks=True, **options)
+    )
+
+
+def main(job: str, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    module, _, name = job.partition(":")
+    with torch.no_grad():
+        result = getattr(import_module(module), name)(rank, folder)
+    torch.save(result, folder / f"result{rank}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
