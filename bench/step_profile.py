@@ -1,0 +1,110 @@
+"""Which kernels a step spends its time in: one engine in this process, under torch's profiler.
+
+usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--steps 10] [--top 25]
+
+The same cases as bench_engines. Times are of the device, per step, summed up by kernel; kernels of
+a replayed graph are seen one by one. Profiling slows the host down, so compare shares, not totals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.bench_engines import CASES, random_prompt
+from bench.model_configs import write_configs
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.request import EngineRequest, SamplingParams
+from paceline.runner.startup_cuda import build_fixed_runner
+
+WARM_TURNS = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", type=lambda text: text.split(","), metavar="CASE[,CASE...]")
+    parser.add_argument("--bs", default="1,64", help="requests at once")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--top", type=int, default=25, help="kernels to show")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("step_profile needs an NVIDIA GPU.", file=sys.stderr)
+        return 2
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_configs(Path(folder))
+        for case in args.cases:
+            for batch in map(int, args.bs.split(",")):
+                found[f"{case} {batch}"] = rows = profile(case, batch, Path(folder), args)
+                show(case, batch, rows[: args.top], sum(row["us"] for row in rows))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def profile(case: str, batch: int, models: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Kernels by the time that they take in a step, longest first."""
+    engine = open_engine(case, batch, models, args.prompt)
+    rng, vocab_size = random.Random(0), CASES[case].vocab_size
+    for uid in range(1, batch + 1):
+        params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, seed=0)
+        engine.add(EngineRequest(uid, random_prompt(rng, vocab_size, args.prompt), params))
+    for _ in range(WARM_TURNS):
+        engine.turn()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(args.steps):
+            engine.turn()
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "kernel": event.key,
+            "us": event.self_device_time_total / args.steps,
+            "calls": event.count / args.steps,
+        }
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def open_engine(case: str, batch: int, models: Path, prompt: int) -> Engine:
+    config = EngineConfig.from_keywords(
+        model=str(models / CASES[case].model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=max(2048, prompt + 1024),
+        max_num_seqs=max(64, batch),
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.85,
+        speculative_config=CASES[case].speculative_config(models),
+    )
+    torch.set_grad_enabled(False)
+    sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
+    return Engine(build_fixed_runner(sized, lambda stage, share: None), sized, lambda data: None)
+
+
+def show(case: str, batch: int, rows: list[dict[str, Any]], total_us: float) -> None:
+    print(f"{case}, {batch} requests: {total_us:.0f} us of kernels a step")
+    for row in rows:
+        each = row["us"] / max(row["calls"], 1e-9)
+        print(f"{row['us']:9.1f} us {row['calls']:7.1f} x {each:8.2f} us  {row['kernel'][:100]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
