@@ -1,6 +1,6 @@
 """Which kernels a step spends its time in: one engine in this process, under torch's profiler.
 
-usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--steps 10] [--top 25]
+usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--steps 10]
 
 The same cases as bench_engines. Times are of the device, per step, summed up by kernel; kernels of
 a replayed graph are seen one by one. Profiling slows the host down, so compare shares, not totals.

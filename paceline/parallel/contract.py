@@ -32,6 +32,7 @@ class Board:
     """One row for each rank, mapped by all of them. A row is written by its rank alone."""
 
     def __init__(self, path: Path, num_ranks: int) -> None:
+        self.ranks = range(num_ranks)
         shape = (num_ranks, len(GROUPS), _ENTRIES)
         num_bytes = int(np.prod(shape)) * _ENTRY.itemsize
         with path.open("a+b") as file:

@@ -99,7 +99,7 @@ class CudaRunner:
         }
 
     def close(self) -> None:
-        if self._graphs is not None:
+        if self._device.slots.device.type == "cuda":
             torch.cuda.synchronize()
 
     # ---- steps
@@ -107,22 +107,17 @@ class CudaRunner:
     def extent(self, plan: StepPlan) -> Extent:
         admitted = {init.slot: self._needs_of(init) for init in plan.admissions}
         needs = [admitted.get(slot) or self._needs_S[slot] for slot in plan.slot_B.tolist()]
-        return replace(
-            plan.extent(),
-            tail=max((n.tail for n in needs), default=Tail.GREEDY),
-            # Prompt scores, late masks and foreign code read the device.
-            has_graph=plan.late_B is None and not any(n.is_eager for n in needs),
-        )
+        return _extent(plan, needs)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         entry = self._turn % RING_ENTRIES
         self._admit(entry, plan)
-        extent = plan.agreed or self.extent(plan)
+        needs = [self._needs_S[slot] for slot in plan.slot_B.tolist()]
+        extent = plan.agreed or _extent(plan, needs)
         shape, tail = self._buckets.shape_of(extent), Tail(extent.tail)
         self._device.groups.contract.step = plan.step
         self._writer.write(entry, plan, row_starts(plan, shape), draft_starts(plan, shape))
         self._turn += 1
-        needs = [self._needs_S[slot] for slot in plan.slot_B.tolist()]
         step = _Step(self, plan, entry)
         if tail is Tail.FULL:
             step.asked = [(i, n.num_logprobs) for i, n in enumerate(needs) if n.num_logprobs >= 0]
@@ -223,8 +218,13 @@ class CudaRunner:
         self._newest = (entry, result)
         return result
 
-    def _is_idle(self) -> bool:
-        return self._graphs is None or torch.cuda.current_stream().query()
+    def _is_idle(self, waited_s: float) -> bool:
+        contract = self._device.groups.contract
+        if contract.board is not None and waited_s > contract.timeout_s:
+            # Collectives wait on the device for ever: this is where a rank that is late shows.
+            raise contract.stalled(contract.board.ranks)
+        is_gpu = self._device.slots.device.type == "cuda"
+        return not is_gpu or torch.cuda.current_stream().query()
 
     # ---- graphs
 
@@ -295,6 +295,15 @@ class CudaRunner:
             middle_s = (before_s + time.perf_counter()) / 2
             device_s = (self._reader.start_s(entry) + self._reader.end_s(entry)) / 2
             self._reader.clock_offset_s = middle_s - device_s
+
+
+def _extent(plan: StepPlan, needs: list[_SlotNeeds]) -> Extent:
+    return replace(
+        plan.extent(),
+        tail=max((n.tail for n in needs), default=Tail.GREEDY),
+        # Prompt scores, late masks and foreign code read the device.
+        has_graph=plan.late_B is None and not any(n.is_eager for n in needs),
+    )
 
 
 @dataclass(slots=True)

@@ -28,10 +28,13 @@ def to_host(tensor: Tensor) -> Ints:
 class RingReader:
     """Waits for stamps and reads the entries they stand for.
 
-    `is_idle` asks the device if it has finished everything, and raises if it failed.
+    `is_idle` asks the device if it has finished everything, given the seconds that somebody has
+    waited, and raises if it failed or if that is too long.
     """
 
-    def __init__(self, ring: Ring, logprobs: LogprobResults, is_idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, ring: Ring, logprobs: LogprobResults, is_idle: Callable[[float], bool]
+    ) -> None:
         self._stamp_E = ring.stamp_E.numpy()
         self._result_EBR = ring.result_EBR.numpy()
         self._time_E2 = ring.time_E2.numpy()
@@ -42,13 +45,14 @@ class RingReader:
     def wait(self, entry: int, step: int) -> None:
         """Return when the results of `step` are there."""
         stamp_E = self._stamp_E
-        check_s = time.perf_counter() + _CHECK_EVERY_S
+        began_s = time.perf_counter()
+        check_s = began_s + _CHECK_EVERY_S
         while stamp_E[entry] != step:
             time.sleep(_NAP_S)
-            if time.perf_counter() > check_s:
-                if self._is_idle() and stamp_E[entry] != step:
+            if (now_s := time.perf_counter()) > check_s:
+                if self._is_idle(now_s - began_s) and stamp_E[entry] != step:
                     raise EngineDead(f"the device finished without the results of step {step}")
-                check_s = time.perf_counter() + _CHECK_EVERY_S
+                check_s = now_s + _CHECK_EVERY_S
 
     def result(self, entry: int, plan: StepPlan) -> StepResult:
         """Rows in the order of the plan. The entry may be reused after this."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -215,7 +215,10 @@ def run_rung(rung: Rung, workshop: Workshop) -> tuple[list[list[int]], dict[str,
         return run_prompts(rung, llm, workshop.max_tokens)
 
 
-def run_prompts(rung: Rung, llm: LLM, max_tokens: int) -> tuple[list[list[int]], dict[str, int]]:
+def run_prompts(
+    rung: Rung, llm: LLM, max_tokens: int, which: Sequence[int] = range(len(PROMPTS))
+) -> tuple[list[list[int]], dict[str, int]]:
+    """Those prompts, under this rung's k by request."""
     params = [
         SamplingParams(
             temperature=0,
@@ -223,9 +226,9 @@ def run_prompts(rung: Rung, llm: LLM, max_tokens: int) -> tuple[list[list[int]],
             detokenize=False,
             num_speculative_tokens=_request_k(rung, i),
         )
-        for i in range(len(PROMPTS))
+        for i in which
     ]
-    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in which]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = {
         "preemptions": sum(o.metrics.num_preemptions for o in outputs),

@@ -41,11 +41,10 @@ FLAGS += ["--speculative-config", json.dumps({"method": "ngram", "num_speculativ
 PATIENCE_S = 120.0
 
 
-def save_served(folder: Path, **changes: Any) -> Any:
-    """A random llama with a byte-level tokenizer and a chat template; returns the model."""
-    model = save_tiny(
-        folder, "llama", **{"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN} | changes
-    )
+def save_served(folder: Path, family: str = "llama", **changes: Any) -> Any:
+    """A random model with a byte-level tokenizer and a chat template; returns the model."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN}
+    model = save_tiny(folder, family, **sizes | changes)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

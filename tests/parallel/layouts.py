@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "enable_expert_parallel": True,
     },
 }
+LONE = 4  # the prompt that is run once more, alone
 DRAFTERS = ("none", "ngram", "draft_model", "eagle", "eagle3", "mtp")
 
 
@@ -118,4 +119,8 @@ def run_layout(what: LayoutRung, workshop: Workshop) -> tuple[list[list[int]], d
         options["speculative_config"]["draft_tensor_parallel_size"] = what.draft_tp
 
     with open_ranks(options, has_fixed_shapes=what.has_fixed_shapes) as llm:
-        return run_prompts(what.rung, llm, workshop.max_tokens)
+        found = run_prompts(what.rung, llm, workshop.max_tokens)
+        # All ranks sleep now; one request wakes them, and has them to itself.
+        lone = run_prompts(what.rung, llm, workshop.max_tokens, [LONE])[0]
+    assert lone == [workshop.expected(what.rung.family)[LONE]]
+    return found
