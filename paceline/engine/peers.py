@@ -26,8 +26,8 @@ from paceline.step import (
 
 _HEADER = struct.Struct("<IB")  # bytes that follow, kind
 _PLAN, _LATE, _SPARE = 1, 2, 3
-# Without a new plan for so long, a peer looks whether its last steps went well.
-_QUIET_S = 0.05
+# Without a new plan for so long, a peer waits for its newest steps too: one of them may fail.
+_QUIET_S = 0.005
 
 
 class LeadingRunner:
@@ -93,8 +93,11 @@ def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
     poll = select.poll()
     poll.register(leader, select.POLLIN)
     while True:
-        is_waiting = bool(in_flight) and in_flight[0] is not unbound
-        if is_waiting and not poll.poll(_QUIET_S * 1000):
+        # As the leader does. A step that waits for masks gets them from the next frame.
+        while len(in_flight) > depth and in_flight[0] is not unbound:
+            in_flight.popleft().wait()
+        has_more = bool(in_flight) and in_flight[0] is not unbound
+        if has_more and not poll.poll(_QUIET_S * 1000):
             in_flight.popleft().wait()
             continue
         header = _read_exactly(leader, _HEADER.size)
@@ -114,8 +117,6 @@ def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
             plan = decode_plan(payload)
             in_flight.append(runner.launch(plan))
             unbound = in_flight[-1] if plan.late_B is not None else None
-            while len(in_flight) > depth + 1:
-                in_flight.popleft().wait()
 
 
 def _read_exactly(sock: socket.socket, size: int) -> bytes | None:

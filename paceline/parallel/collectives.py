@@ -17,6 +17,9 @@ from torch import Tensor
 from paceline.parallel.contract import Contract
 
 
+_LOADING_S = 1800  # one rank may read weights for so long while another waits for it
+
+
 class Group:
     """The ranks that take part, and this rank's place among them. See `alone` and `open_group`."""
 
@@ -164,7 +167,9 @@ SOLO = Group("tp", [0], 0, Contract(), None)
 def open_store(folder: str, num_ranks: int) -> Any:
     """Where ranks of one machine find each other: a file, so that no port can be taken."""
     file_store: Any = vars(dist)["FileStore"]  # exported, but not to type checkers
-    return file_store(f"{folder}/store", num_ranks)
+    store = file_store(f"{folder}/store", num_ranks)
+    store.set_timeout(timedelta(seconds=_LOADING_S))
+    return store
 
 
 def gloo_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> GlooWire:

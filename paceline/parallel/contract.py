@@ -72,9 +72,11 @@ class Contract:
     phase: str = "start"
     records: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _numbers: dict[str, int] = field(default_factory=dict)
+    _entered_s: float = 0.0
 
     def enter(self, group: str, ranks: Sequence[int], operation: str, what: str) -> None:
         """Before a collective. Raises CollectiveError when members announced different ones."""
+        self._entered_s = time.monotonic()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         text = f"step {self.step}, {self.phase}: {operation} over {group} of {what}"
         self.records.append(text)
@@ -101,11 +103,12 @@ class Contract:
     def stalled(self, ranks: Sequence[int], why: str = "") -> CollectiveError:
         """The error of a wait that ran out, or broke: where everybody was last seen."""
         here = f"step {self.step}, {self.phase}"
+        waited = f"{time.monotonic() - self._entered_s:.1f} s"
         if self.board is None:
-            return CollectiveError(f"rank {self.rank} waited in vain in {here}. {why}".strip())
+            return CollectiveError(f"rank {self.rank} waited in vain for {waited} in {here}. {why}")
         seen = (f"rank {r} at [{x}] {age:.1f} s ago" for r, (x, age) in self._seen(ranks))
         return CollectiveError(
-            f"rank {self.rank} waited in vain for {self.timeout_s:g} s in {here}; last seen: "
+            f"rank {self.rank} waited in vain for {waited} in {here}; last seen: "
             f"{'; '.join(seen)}. {why}".strip()
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.errors import ConfigError
 from paceline.parallel.collectives import Group, gloo_wire, open_store
 from paceline.parallel.contract import Contract
 from paceline.parallel.groups import GroupOptions, open_board
@@ -55,6 +56,19 @@ def smallest(seat: Seat, name: str, value: int) -> int:
     store: Any = open_store(seat.folder, seat.layout.num_ranks)
     store.set(f"{name}:{seat.rank}", str(value))
     return min(int(store.get(f"{name}:{r}")) for r in range(seat.layout.num_ranks))
+
+
+def check_same(seat: Seat, name: str, value: str) -> None:
+    """All ranks have the same: GPU, say. At start-up, through the store."""
+    store: Any = open_store(seat.folder, seat.layout.num_ranks)
+    store.set(f"{name}:{seat.rank}", value)
+    for rank in range(seat.layout.num_ranks):
+        theirs = store.get(f"{name}:{rank}").decode()
+        if theirs != value:
+            raise ConfigError(
+                f"rank {seat.rank} has {name} {value!r} and rank {rank} has {theirs!r}; all ranks "
+                "must have the same, or they would compute different tokens."
+            )
 
 
 def _packed(wish: Wish) -> list[int]:

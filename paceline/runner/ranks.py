@@ -16,7 +16,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import ALONE, Backend, GroupOptions, Groups, open_groups
-from paceline.parallel.lockstep import HostLockstep, open_lockstep, smallest
+from paceline.parallel.lockstep import HostLockstep, check_same, open_lockstep, smallest
 from paceline.parallel.placement import LONE_SEAT, Layout, Seat
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,11 @@ class Ranks:
     def of(self, index: int) -> Groups:
         """The groups of the target (0) or of the draft (1)."""
         return self.draft_groups if index else self.groups
+
+    @property
+    def num_on_gpu(self) -> int:
+        """How many ranks share a GPU: one, unless they were asked to."""
+        return -(-self.seat.layout.num_ranks // max(torch.cuda.device_count(), 1))
 
     def smallest(self, name: str, value: int) -> int:
         """The least that some rank has."""
@@ -58,6 +63,8 @@ def open_ranks(
     )
     if seat.layout.spreads_experts and not any(spec.moe for spec in specs):
         logger.warning("enable_expert_parallel changes nothing: no model here has experts")
+    if backend == "nccl" and seat.layout.num_ranks > 1:
+        check_same(seat, "GPU", torch.cuda.get_device_name())  # kernels are chosen by its name
     groups = open_groups(seat, options)
     lockstep = None
     if steps_together(seat.layout, specs) and seat.is_leader:

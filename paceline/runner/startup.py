@@ -37,9 +37,10 @@ from paceline.runner.finding import (
     make_drafter,
     wanted_length,
 )
-from paceline.runner.ranks import Ranks, cuda_device, open_ranks
+from paceline.runner.ranks import Ranks, cuda_device, open_ranks, steps_together
 from paceline.runner.runner import CpuRunner
 from paceline.runner.sizing import kv_budget, num_pages, page_bytes
+from paceline.runner.warm_up import warm_up
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.verify import AcceptRules
 from paceline.state.pages import LayerPages, Pages
@@ -78,8 +79,9 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
     ranks = open_ranks(config, seat, [f.spec for f in found], "gloo")
     # Sizes first: what cannot fit is refused before gigabytes are read.
     specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
-    max_model_len = ranks.smallest("length", _max_model_len(config, found, specs))
-    slots, pages = _state(config, specs, max_model_len, ranks)
+    free_bytes = _free_memory_bytes() // seat.layout.num_ranks
+    max_model_len = ranks.smallest("length", _max_model_len(config, found, specs, free_bytes))
+    slots, pages = _state(config, specs, max_model_len, ranks, free_bytes)
     loader = Loader(
         config,
         lambda files: _formats(config, files),
@@ -102,9 +104,12 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
         custom=CustomProcessors(names, model.spec.vocab_size, _CPU) if names else None,
         groups=ranks.groups,
     )
-    progress("ready", 1.0)
     info = _info(config, found, specs, device)
-    return CpuRunner(device, info, num_threads, ranks.lockstep)
+    runner = CpuRunner(device, info, num_threads, ranks.lockstep)
+    progress("warming up", 0.0)
+    warm_up(runner, is_joint=steps_together(seat.layout, [f.spec for f in found]))
+    progress("ready", 1.0)
+    return runner
 
 
 def default_threads(num_ranks: int = 1) -> int:
@@ -112,12 +117,14 @@ def default_threads(num_ranks: int = 1) -> int:
     return max(torch.get_num_threads() // num_ranks, 1)
 
 
-def _max_model_len(config: EngineConfig, found: list[Found], specs: list[ModelSpec]) -> int:
+def _max_model_len(
+    config: EngineConfig, found: list[Found], specs: list[ModelSpec], free_bytes: int
+) -> int:
     """What was asked for; else what the models were made for, or the KV cache holds if less."""
     longest, is_asked = wanted_length(config, found)
     if is_asked or config.cache.num_gpu_blocks_override is not None:
         return longest
-    budget = kv_budget(config.cache, None, _free_memory_bytes())
+    budget = kv_budget(config.cache, None, free_bytes)
     capacity = budget // sum(_token_bytes(specs))
     fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
     if fitting >= longest:
@@ -174,7 +181,11 @@ def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
 
 
 def _state(
-    config: EngineConfig, specs: list[ModelSpec], max_model_len: int, ranks: Ranks
+    config: EngineConfig,
+    specs: list[ModelSpec],
+    max_model_len: int,
+    ranks: Ranks,
+    free_bytes: int,
 ) -> tuple[Slots, Pages]:
     spec_config = config.speculative
     num_slots, _ = config.scheduler.sizes
@@ -184,7 +195,7 @@ def _state(
         max_model_len=max_model_len,
         max_num_seqs=num_slots,
         gpu=None,
-        cpu_free_bytes=_free_memory_bytes(),
+        cpu_free_bytes=free_bytes,
     )
     count = ranks.smallest("pages", count)
     pages = Pages(count, config.cache.block_size, num_slots, max_model_len, _CPU)

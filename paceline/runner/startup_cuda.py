@@ -122,10 +122,11 @@ def build_fixed_runner(
 def _uses_graphs(
     config: EngineConfig, ranks: Ranks, device: torch.device, backend: Backend
 ) -> bool:
-    """Where the device is a GPU and no collective waits for the host."""
+    """Where the device is a GPU, no collective waits for the host, and none is to be compared."""
     talks = any(group.is_active for group in (ranks.groups.tp, ranks.groups.dp))
     exchange = ranks.groups.exchange
-    if talks and (backend != "nccl" or (exchange is not None and not exchange.is_capturable)):
+    is_capturable = exchange is None or exchange.is_capturable
+    if talks and (backend != "nccl" or not is_capturable or config.device.check_collectives):
         return False
     return device.type == "cuda" and not config.device.enforce_eager
 
@@ -196,7 +197,7 @@ def _num_pages(
         # A draft is loaded after its pages exist; its weights are counted here.
         draft = sum(spec.num_parameters for spec in specs[1:]) * dtype.itemsize
         steps = step_bytes([_sizes(spec, capacity, dtype) for spec in specs])
-        gpu = _memory(config, ranks, draft + steps)
+        gpu = _memory(ranks, draft + steps)
     count = num_pages(
         config.cache,
         page_bytes(config.cache.block_size, bytes_per_token),
@@ -208,16 +209,14 @@ def _num_pages(
     return ranks.smallest("pages", count)
 
 
-def _memory(config: EngineConfig, ranks: Ranks, needed: int) -> MemoryReading:
+def _memory(ranks: Ranks, needed: int) -> MemoryReading:
     """What there is and what is taken, with what the steps will need."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    if config.device.share_gpu:
+    if ranks.num_on_gpu > 1:
         # Others load at the same time: what they take is in their share, not in ours.
-        return MemoryReading(
-            total // ranks.seat.layout.num_ranks, torch.cuda.memory_reserved() + needed
-        )
+        return MemoryReading(total // ranks.num_on_gpu, torch.cuda.memory_reserved() + needed)
     return MemoryReading(total, total - free + needed)
 
 

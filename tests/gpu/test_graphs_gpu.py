@@ -72,7 +72,7 @@ def test_sampled_drafts_are_accepted_alike_with_and_without_graphs(
     assert 0 < counted.num_accepted_tokens < counted.num_draft_tokens
 
 
-@pytest.mark.trap("D2", "D11")
+@pytest.mark.trap("A8", "D2", "D11")
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_every_draft_position_is_accepted_alike_with_and_without_graphs(
     workshop: Workshop, drafter: str
@@ -223,7 +223,7 @@ def test_no_step_of_five_hundred_requests_stalls(long_model: LongModel) -> None:
         assert period_s[int(0.99 * len(period_s))] < 2 * median(period_s)
 
 
-@pytest.mark.trap("D15")
+@pytest.mark.trap("D15", "L-5")
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_requests_with_and_without_drafts_take_turns_in_one_engine(
     workshop: Workshop, drafter: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,14 @@ def test_a_mismatch_names_the_step_the_phase_and_both_rows(tmp_path: Path) -> No
 def test_a_wait_has_a_deadline_and_says_who_was_late_and_where(tmp_path: Path) -> None:
     said = run_ranks(f"{_JOBS}:stay_away", 2, tmp_path)[0]
     assert 1.0 < float(said.split()[0]) < 3.5
-    assert "rank 0 waited in vain for 1.5 s in step 3, draft 1" in said
+    assert re.search(r"rank 0 waited in vain for 1\.[5-9] s in step 3, draft 1", said)
     assert "rank 1 at [step 3, target: all_gather over tp of float32 [1]]" in said
 
 
 def test_a_rank_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
     said = run_ranks(f"{_JOBS}:die", 2, tmp_path)[0]
     assert float(said.split()[0]) < 10
-    assert "Connection closed" in said
+    assert "Connection" in said  # closed, or reset: as the other end happens to be seen
 
 
 def test_leaders_agree_on_room_for_everybody(tmp_path: Path) -> None:

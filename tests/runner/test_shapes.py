@@ -7,7 +7,7 @@ import pytest
 
 from paceline.kernels.step_rows import StepShape
 from paceline.runner.shapes import Buckets, draft_starts, row_starts
-from paceline.step import StepPlan
+from paceline.step import Extent, StepPlan
 
 
 def plan(k_B: list[int], chunks: list[tuple[int, bool]], k: int | None = None) -> StepPlan:
@@ -40,6 +40,15 @@ def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
     assert shape.k >= k
     assert shape.tokens == shape.rows * shape.width
     assert shape in set(BUCKETS.decode_shapes(shape.k))
+
+
+@pytest.mark.trap("C4", "C5")
+@pytest.mark.parametrize("busy", [plan([3, 1], []), plan([0], []), plan([2], [(40, False)])])
+def test_an_idle_replica_leaves_the_others_their_shape_and_their_graph(busy: StepPlan) -> None:
+    agreed = Extent.joined([Extent(), busy.extent(), Extent()])
+    assert agreed == busy.extent()
+    assert agreed.has_graph
+    assert BUCKETS.is_captured(BUCKETS.shape_of(agreed))
 
 
 def test_a_step_without_drafts_pays_for_none() -> None:
