@@ -16,7 +16,6 @@ from torch import Tensor
 
 from paceline.parallel.contract import Contract
 
-
 _LOADING_S = 1800  # one rank may read weights for so long while another waits for it
 
 

@@ -33,10 +33,10 @@ from paceline.runner.finding import (
     Progress,
     find_models,
     forced_rates,
-    kv_window,
     make_drafter,
     wanted_length,
 )
+from paceline.runner.info import runner_info, token_bytes
 from paceline.runner.ranks import Ranks, cuda_device, open_ranks, steps_together
 from paceline.runner.runner import CpuRunner
 from paceline.runner.sizing import kv_budget, num_pages, page_bytes
@@ -45,7 +45,7 @@ from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.verify import AcceptRules
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
-from paceline.step import Runner, RunnerInfo
+from paceline.step import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,16 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
         custom=CustomProcessors(names, model.spec.vocab_size, _CPU) if names else None,
         groups=ranks.groups,
     )
-    info = _info(config, found, specs, device)
+    info = runner_info(
+        config,
+        found,
+        (slots, pages),
+        device.drafter,
+        sum(token_bytes(specs, _KV_DTYPE.itemsize)),
+        device="cpu",
+        dtype=_formats(config, found[0].files).name,
+        weights_bytes=model.nbytes,
+    )
     runner = CpuRunner(device, info, num_threads, ranks.lockstep)
     progress("warming up", 0.0)
     warm_up(runner, is_joint=steps_together(seat.layout, [f.spec for f in found]))
@@ -125,7 +134,7 @@ def _max_model_len(
     if is_asked or config.cache.num_gpu_blocks_override is not None:
         return longest
     budget = kv_budget(config.cache, None, free_bytes)
-    capacity = budget // sum(_token_bytes(specs))
+    capacity = budget // sum(token_bytes(specs, _KV_DTYPE.itemsize))
     fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
     if fitting >= longest:
         return longest
@@ -136,10 +145,6 @@ def _max_model_len(
         longest,
     )
     return fitting
-
-
-def _token_bytes(specs: list[ModelSpec]) -> list[int]:
-    return [spec.kv_bytes_per_token(_KV_DTYPE.itemsize) for spec in specs]
 
 
 def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
@@ -191,7 +196,7 @@ def _state(
     num_slots, _ = config.scheduler.sizes
     count = num_pages(
         config.cache,
-        page_bytes(config.cache.block_size, _token_bytes(specs)),
+        page_bytes(config.cache.block_size, token_bytes(specs, _KV_DTYPE.itemsize)),
         max_model_len=max_model_len,
         max_num_seqs=num_slots,
         gpu=None,
@@ -214,30 +219,6 @@ def _state(
 
 def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
     return add_pages(pages, spec, _KV_DTYPE)
-
-
-def _info(
-    config: EngineConfig, found: list[Found], specs: list[ModelSpec], device: Device
-) -> RunnerInfo:
-    pages, slots = device.pages, device.slots
-    per_token = sum(_token_bytes(specs))
-    return RunnerInfo(
-        num_pages=pages.num_pages,
-        page_size=pages.page_size,
-        num_slots=slots.num_slots,
-        max_model_len=slots.max_model_len,
-        vocab_size=found[0].spec.vocab_size,
-        max_k=device.drafter.max_k,
-        draft_lookahead=device.drafter.lookahead,
-        draft_reads_features=device.drafter.reads_features,
-        kv_window=kv_window(found),
-        max_num_batched_tokens=config.scheduler.sizes[1],
-        model_name=found[0].files.name,
-        device="cpu",
-        dtype=_formats(config, found[0].files).name,
-        weights_bytes=device.model.nbytes,
-        kv_cache_bytes=pages.num_pages * pages.page_size * per_token,
-    )
 
 
 def _free_memory_bytes() -> int:

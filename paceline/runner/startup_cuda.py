@@ -27,11 +27,11 @@ from paceline.runner.finding import (
     Progress,
     find_models,
     forced_rates,
-    kv_window,
     make_drafter,
     wanted_length,
 )
 from paceline.runner.fixed_step import FixedDevice
+from paceline.runner.info import runner_info, token_bytes
 from paceline.runner.ranks import Ranks, open_ranks
 from paceline.runner.shapes import EAGER_TOKENS, Buckets
 from paceline.runner.sizing import MemoryReading, StepSizes, num_pages, page_bytes, step_bytes
@@ -191,7 +191,7 @@ def _num_pages(
     device: torch.device,
     ranks: Ranks,
 ) -> int:
-    bytes_per_token = [spec.kv_bytes_per_token(dtype.itemsize) for spec in specs]
+    bytes_per_token = token_bytes(specs, dtype.itemsize)
     gpu = None
     if device.type == "cuda":
         # A draft is loaded after its pages exist; its weights are counted here.
@@ -235,26 +235,18 @@ def _info(
     config: EngineConfig,
     found: list[Found],
     specs: list[ModelSpec],
-    device: FixedDevice,
+    fixed: FixedDevice,
     dtype: torch.dtype,
 ) -> RunnerInfo:
-    pages, slots = device.pages, device.slots
-    per_token = sum(spec.kv_bytes_per_token(dtype.itemsize) for spec in specs)
-    return RunnerInfo(
-        num_pages=pages.num_pages,
-        page_size=pages.page_size,
-        num_slots=slots.num_slots,
-        max_model_len=slots.max_model_len,
-        vocab_size=found[0].spec.vocab_size,
-        max_k=device.drafter.max_k,
-        draft_lookahead=device.drafter.lookahead,
-        draft_reads_features=device.drafter.reads_features,
-        kv_window=kv_window(found),
+    is_gpu = fixed.slots.device.type == "cuda"
+    return runner_info(
+        config,
+        found,
+        (fixed.slots, fixed.pages),
+        fixed.drafter,
+        sum(token_bytes(specs, dtype.itemsize)),
         pays_for_missing_drafts=True,
-        max_num_batched_tokens=config.scheduler.sizes[1],
-        model_name=found[0].files.name,
-        device=torch.cuda.get_device_name() if slots.device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name() if is_gpu else "cpu",
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=device.model.nbytes,
-        kv_cache_bytes=pages.num_pages * pages.page_size * per_token,
+        weights_bytes=fixed.model.nbytes,
     )
