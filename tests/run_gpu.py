@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_last_run.json"
 # What a GPU run says something about.
-HASHED = ("kernels", "runner", "drafters", "sampling", "state")
+HASHED = ("kernels", "parallel", "runner", "drafters", "sampling", "state")
 VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest")
 MARK = "pytest.mark.gpu"
 

@@ -20,8 +20,9 @@ from paceline.errors import CollectiveError
 from paceline.step import StepResult
 
 GROUPS = ("tp", "dp", "host", "result")
-# A member may be one collective ahead of one that still compares; never two.
-_ENTRIES = 4
+# A member may be one collective ahead of one that still compares; a peer's results may be as far
+# ahead of its leader's as steps may be in flight (8).
+_ENTRIES = 16
 _TEXT_BYTES = 232
 _ENTRY = np.dtype([("number", "<i8"), ("time_s", "<f8"), ("text", f"S{_TEXT_BYTES}")])
 _POLL_S = 20e-6
@@ -120,7 +121,11 @@ class Contract:
 
 @dataclass(slots=True)
 class ResultCheck:
-    """Ranks of one replica compare the tokens that each of them computed for itself."""
+    """Ranks of one replica compare the tokens that each of them computed for itself.
+
+    The leader does. A peer only says what it has: while it waited for a leader that has not looked
+    yet, that one might wait for it in a later step.
+    """
 
     contract: Contract
     ranks: Sequence[int]

@@ -64,7 +64,8 @@ def open_groups(seat: Seat, options: GroupOptions) -> Groups:
         exchange = AllToAll(tp, dp) if options.exchange == "alltoall" else GatherScatter(tp, dp)
     results = None
     if options.checks and tp.size > 1:
-        results = ResultCheck(Contract(seat.rank, board, True, options.timeout_s), tp.ranks)
+        own = Contract(seat.rank, board, seat.is_leader, options.timeout_s)
+        results = ResultCheck(own, tp.ranks)
     return Groups(tp, dp, exchange, contract, results)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
+from paceline.engine.launch import DEFAULT_FACTORY
 from paceline.engine.messages import StepTimes
-from paceline.parallel.placement import LONE_SEAT, Seat
+from paceline.parallel.groups import Backend
+from paceline.parallel.placement import LONE_SEAT, Seat, layout_of
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
 from tests.e2e.loop import listened_to
+from tests.parallel.factories import FIXED
 
 DEVICE = os.environ.get("PACELINE_TEST_DEVICE", "cuda")
 IS_REHEARSAL = DEVICE == "cpu"
@@ -37,7 +41,8 @@ def build(
     """The factory of `open_llm`."""
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
-    return build_fixed_runner(sized, progress, device=torch.device(DEVICE))
+    backend: Backend = "gloo" if IS_REHEARSAL else "nccl"
+    return build_fixed_runner(sized, progress, seat, torch.device(DEVICE), backend)
 
 
 def open_llm(**options: Any) -> LLM:
@@ -45,6 +50,14 @@ def open_llm(**options: Any) -> LLM:
     options.pop("engine_in_process", None)
     config = EngineConfig.from_keywords(**options)
     return LLM.from_client(EngineClient.start(config, in_process=True, factory=_FACTORY))
+
+
+def open_ranks(**options: Any) -> LLM:
+    """`LLM(...)` with processes of its own, as a user has it; collectives are compared."""
+    checked = {"device": DEVICE, "check_collectives": True, **options}
+    config = EngineConfig.from_keywords(**checked)
+    factory = FIXED if IS_REHEARSAL else DEFAULT_FACTORY
+    return LLM.from_client(EngineClient.start(config, factory=factory))
 
 
 @dataclass
@@ -89,13 +102,14 @@ def gpu_engine(
         "max_num_batched_tokens": 64,
     }
     config = EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
-    runner = build(config, lambda stage, fraction: None)
-    times: list[StepTimes] = []
-    engine, published = listened_to(runner, config, times=times)
-    try:
-        yield GpuEngine(engine, runner, published, times)
-    finally:
-        runner.close()
+    with TemporaryDirectory(prefix="paceline-") as meet:
+        runner = build(config, lambda stage, fraction: None, Seat(0, layout_of(config), meet))
+        times: list[StepTimes] = []
+        engine, published = listened_to(runner, config, times=times)
+        try:
+            yield GpuEngine(engine, runner, published, times)
+        finally:
+            runner.close()
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""Runners that go wrong on one rank, by name: another shape, another seed, a leader that is slow.
+
+For tests/parallel/test_failures.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig
+from paceline.parallel.collectives import Group
+from paceline.parallel.placement import Seat
+from paceline.runner.finding import Progress
+from paceline.runner.startup import build_runner
+from paceline.step import InFlightStep, Runner, StepPlan
+from tests.parallel.factories import build_fixed
+
+OTHER_SHAPE = f"{__name__}:build_other_shape"
+OTHER_SEED = f"{__name__}:build_other_seed"
+SLOW_LEADER = f"{__name__}:build_slow_leader"
+STEP = 5
+
+
+def build_other_shape(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    """Rank 1 brings one row more to the collectives of a step."""
+    runner: Any = build_runner(config, progress, seat)
+    groups = runner._device.groups
+    if seat.rank == 1:
+        for group in (groups.tp, groups.dp):
+            _spoil(group)
+    return runner  # type: ignore[no-any-return]
+
+
+def _spoil(group: Group) -> None:
+    def with_one_row_more(collective: Any) -> Any:
+        def run(x: Tensor) -> Tensor:
+            if group.contract.step == STEP:
+                x = torch.cat((x, x[:1]))
+            return collective(x)  # type: ignore[no-any-return]
+
+        return run
+
+    spoilt: Any = group
+    spoilt.all_gather = with_one_row_more(group.all_gather)
+    spoilt.all_reduce = with_one_row_more(group.all_reduce)
+
+
+def build_slow_leader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    """Fixed shapes, where a launch ends with its collectives; rank 0 is late with each next one."""
+    runner: Any = build_fixed(config, progress, seat)
+    if seat.rank == 0:
+        launch = runner.launch
+
+        def late(plan: StepPlan) -> InFlightStep:
+            step = launch(plan)
+            time.sleep(0.1)
+            return step  # type: ignore[no-any-return]
+
+        runner.launch = late
+    return runner  # type: ignore[no-any-return]
+
+
+def build_other_seed(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    """Rank 1 draws from another seed."""
+    runner: Any = build_runner(config, progress, seat)
+    if seat.rank == 1:
+        launch = runner.launch
+
+        def launch_otherwise(plan: StepPlan) -> InFlightStep:
+            plan.admissions = [
+                replace(x, request=replace(x.request, params=replace(x.request.params, seed=999)))
+                for x in plan.admissions
+            ]
+            return launch(plan)  # type: ignore[no-any-return]
+
+        runner.launch = launch_otherwise
+    return runner  # type: ignore[no-any-return]
