@@ -5,7 +5,9 @@ Opened once at start-up, by all ranks in the same order. Never computes anything
 
 from __future__ import annotations
 
+import atexit
 import logging
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,8 +54,9 @@ def open_ranks(
     device = config.device
     if seat.layout.num_ranks == 1 and not device.force_collectives:
         return Ranks()
-    if not seat.folder:
+    if not seat.folder:  # a lone rank that talks to itself; others are given one by the front
         seat = replace(seat, folder=tempfile.mkdtemp(prefix="paceline-"))
+        atexit.register(shutil.rmtree, seat.folder, ignore_errors=True)
     options = GroupOptions(
         backend=backend,
         timeout_s=device.stall_timeout,
