@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+WORKERS ?= 2
 PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
@@ -26,7 +27,7 @@ ANY_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 help:
 	@echo 'make serve      install, fetch the default model, serve it on 127.0.0.1:$(PORT)  (PORT= MODEL= ARGS=)'
 	@echo 'make install    make $(VENV) with Paceline and its server  (TORCH= PYTHON=)'
-	@echo 'make test       the fast tests  (ARGS= goes to pytest)'
+	@echo 'make test       the fast tests, in two processes  (ARGS= goes to pytest, WORKERS=)'
 	@echo 'make test-all   the fast tests and the full ladders'
 	@echo 'make check      ruff, mypy, import floors, architecture tests'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU; writes tests/gpu_last_run.json'
@@ -82,7 +83,7 @@ serve: $(VENV)/.extras-server
 	@$(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.extras-test $(VENV)/.triton
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.extras-test $(VENV)/.triton
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)

@@ -4,8 +4,17 @@ plugin, so that the tests can be collected on a machine that has little beside p
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.ladder import Workshop
+
+# Tests run side by side. Threads of tiny products would gain nothing and wait for each other in
+# loops: where the cores are taken, that costs fifty times the work. Whoever tests threads asks
+# for them by number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -28,3 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in gpu_tests:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """One for all folders of tests and, under pytest-xdist, for all processes that run them."""
+    from tests.e2e.ladder import Workshop
+
+    folder = tmp_path_factory.getbasetemp()
+    return Workshop((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "workshop")

@@ -191,10 +191,6 @@ def random_head(target: Any, *, seed: int = 0, **changes: Any) -> PlainEagle:
     return PlainEagle(config, weights, lm_head_VD)
 
 
-def trained_head(target: Any, sequences: Sequence[Sequence[int]], **options: Any) -> PlainEagle:
-    return train(random_head(target, **options), target, sequences)
-
-
 def train(
     head: Head, target: Any, sequences: Sequence[Sequence[int]], *, num_steps: int = 100
 ) -> Head:

@@ -52,7 +52,10 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_help_of_each_command_is_short(leaf: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command_is_short(
+    leaf: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # whatever terminal the tests run in
     with pytest.raises(SystemExit):
         main([*leaf.split(), "--help"])
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and a server that are shared by the end-to-end tests, made once per session."""
+"""A server that is shared by the end-to-end tests, and what it serves, made once per session."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.ladder import Workshop
-
 if TYPE_CHECKING:
     from tests.e2e.disturbance import Disturbance
 
 # What serves is imported where it is used: tests of the engine alone must be collected where the
 # server's packages are missing.
-
-
-@pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

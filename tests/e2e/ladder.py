@@ -5,16 +5,19 @@ Every rung must emit exactly the tokens of transformers' greedy generate, in fp3
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline import LLM, SamplingParams
-from tests.eagle import PlainHead, save_head, train, trained_head
+from tests.eagle import PlainHead, random_head, save_head, train
 from tests.eagle3 import random_eagle3, save_eagle3
 from tests.mtp import random_mtp, save_mtp
 from tests.tiny import FAMILIES, VOCAB, greedy_reference, save_noisy_draft, save_tiny
@@ -92,22 +95,34 @@ def _covered(values: dict[str, Any], names: list[str]) -> set[tuple[Any, ...]]:
 
 
 class Workshop:
-    """Tiny checkpoints and their reference tokens, made once per session."""
+    """Tiny checkpoints and their reference tokens, made once for all who share the folder."""
 
     max_tokens = 40
     open_llm: Callable[..., LLM] = LLM  # what runs a rung
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self.target = cache(self._target)
         self.draft_folder = cache(self._draft_folder)
-        self._made = cache(self._make_head)
+        self._made = cache(self._head)
         self.expected = cache(self._expected)
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What the first of all processes made."""
+        path = self._folder / f"{name}.made"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return torch.load(path, weights_only=False)
+            made = make()
+            torch.save(made, path)
+            return made
 
     def _target(self, family: str) -> Any:
         # Seeds whose outputs end at different lengths, most of them long enough to preempt.
         seed = {"llama": 1, "qwen3": 3}.get(family, 0)
-        return save_tiny(self._folder / family, family, seed=seed)
+        return self._once(family, lambda: save_tiny(self._folder / family, family, seed=seed))
 
     def target_folder(self, family: str) -> str:
         self.target(family)
@@ -115,38 +130,48 @@ class Workshop:
 
     def _draft_folder(self, family: str) -> str:
         folder = self._folder / f"{family}-draft"
-        save_noisy_draft(folder, self.target(family), noise=0.06)
+        target = self.target(family)
+        self._once(folder.name, lambda: save_noisy_draft(folder, target, noise=0.06))
         return str(folder)
 
     def head(self, family: str, drafter: str = "eagle") -> PlainHead:
         """A head that has seen the expected outputs, but not for long."""
         return self._made(family, drafter)
 
-    def _make_head(self, family: str, drafter: str) -> PlainHead:
-        outputs, target = self.expected(family), self.target(family)
-        sequences = [[*p, *o] for p, o in zip(PROMPTS, outputs, strict=True)]
-        folder = self._folder / f"{family}-{drafter}"
+    def _head(self, family: str, drafter: str) -> PlainHead:
+        head, save = self._new_head(family, drafter)
+
+        def make() -> list[torch.Tensor]:
+            sequences = [[*p, *o] for p, o in zip(PROMPTS, self.expected(family), strict=True)]
+            train(head, self.target(family), sequences)
+            save()
+            return head.learned()
+
+        learned = self._once(f"{family}-{drafter}", make)
+        with torch.no_grad():
+            for weight, value in zip(head.learned(), learned, strict=True):
+                weight.copy_(value)
+        return head
+
+    def _new_head(self, family: str, drafter: str) -> tuple[PlainHead, Callable[[], None]]:
+        """One that knows nothing, and how it is saved."""
+        target, folder = self.target(family), self._folder / f"{family}-{drafter}"
         # Published heads come as they do for llama; other forms are met as well.
         is_published = family == "llama"
         if drafter == "mtp":
-            mtp = train(random_mtp(target), target, sequences)
-            save_mtp(folder, self.target_folder(family), mtp, with_copies=is_published)
-            return mtp
+            mtp, checkpoint = random_mtp(target), self.target_folder(family)
+            return mtp, partial(save_mtp, folder, checkpoint, mtp, with_copies=is_published)
         if drafter == "eagle3":
             flags: dict[str, Any] = (
                 {} if is_published else {"norm_before_residual": True, "norm_before_fc": True}
             )
-            eagle3 = train(random_eagle3(target, **flags), target, sequences)
-            save_eagle3(folder, eagle3, form="flat" if is_published else "nested")
-            return eagle3
-        head = trained_head(target, sequences)
-        save_head(
-            folder,
-            head,
-            prefix="" if is_published else "model.",
-            as_safetensors=not is_published,
+            eagle3 = random_eagle3(target, **flags)
+            form = "flat" if is_published else "nested"
+            return eagle3, partial(save_eagle3, folder, eagle3, form=form)
+        eagle, prefix = random_head(target), "" if is_published else "model."
+        return eagle, partial(
+            save_head, folder, eagle, prefix=prefix, as_safetensors=not is_published
         )
-        return head
 
     def head_folder(self, family: str, drafter: str = "eagle") -> str:
         """Where the head is; an MTP layer is in a checkpoint of the target."""
@@ -155,7 +180,11 @@ class Workshop:
 
     def _expected(self, family: str) -> list[list[int]]:
         model = self.target(family)
-        return [greedy_reference(model, p, self.max_tokens) for p in PROMPTS]
+        tokens: list[list[int]] = self._once(
+            f"{family}-expected",
+            lambda: [greedy_reference(model, p, self.max_tokens) for p in PROMPTS],
+        )
+        return tokens
 
 
 def _prompts() -> list[list[int]]:

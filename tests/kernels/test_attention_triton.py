@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments
+from tests.kernels.interpreted import run_interpreted
 
 SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
 WINDOW = 43  # the first query of row 0 sees the last key of a stretch, and its last query does not
@@ -49,9 +48,10 @@ def outcome(
     return found[part.row_start_B.long() + count_B.clamp(min=1) - 1]
 
 
-def check_bits(device: torch.device) -> None:
+def check_bits(device_name: str) -> None:
     from paceline.kernels import attention_work_triton
 
+    device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
     assert not together[2].any(), "nobody's row is zero"
     assert torch.equal(outcome(device, [0])[0], together[0])
@@ -71,30 +71,12 @@ def check_bits(device: torch.device) -> None:
 
 def test_bits_are_the_rows_own_business_interpreted() -> None:
     pytest.importorskip("triton")
-    program = (
-        "import torch, tests.kernels.mend_interpreter;"
-        "from tests.kernels.test_attention_triton import check_bits;"
-        "check_bits(torch.device('cpu'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": ".",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(f"{__name__}:check_bits", "cpu")
 
 
 @pytest.mark.gpu
 def test_bits_are_the_rows_own_business_on_the_gpu() -> None:
-    check_bits(torch.device("cuda"))
+    check_bits("cuda")
 
 
 @pytest.mark.gpu

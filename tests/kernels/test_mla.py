@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +15,7 @@ from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import DenseLinear
 from paceline.layers.mla import LatentAttention, QueryRank
 from paceline.state.pages import LayerPages
+from tests.kernels.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 HEADS, NOPE, ROPE, VALUE, LATENT, RANK, WIDTH = 5, 12, 8, 10, 24, 14, 40
@@ -143,9 +141,10 @@ def outcome(device: torch.device, batch_rows: list[int], width: int = 4) -> Tens
     return found[part.row_start_B.long() + count_B.clamp(min=1) - 1]
 
 
-def check_bits(device: torch.device) -> None:
+def check_bits(device_name: str) -> None:
     from paceline.kernels import attention_work_triton
 
+    device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
     assert not together[2].any(), "nobody's row is zero"
     assert torch.equal(outcome(device, [0])[0], together[0])
@@ -161,27 +160,9 @@ def check_bits(device: torch.device) -> None:
 
 def test_bits_are_the_rows_own_business_interpreted() -> None:
     pytest.importorskip("triton")
-    program = (
-        "import torch, tests.kernels.mend_interpreter;"
-        "from tests.kernels.test_mla import check_bits;"
-        "check_bits(torch.device('cpu'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": ".",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(f"{__name__}:check_bits", "cpu")
 
 
 @pytest.mark.gpu
 def test_bits_are_the_rows_own_business_on_the_gpu() -> None:
-    check_bits(torch.device("cuda"))
+    check_bits("cuda")

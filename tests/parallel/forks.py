@@ -1,11 +1,12 @@
-"""Engine processes without the seconds that importing torch takes: forks of one prepared process.
+"""Processes without the seconds that importing torch takes: forks of one prepared process.
 
-Stands in for subprocess.Popen where engine/launch starts its ranks. Everything after the fork is
-the real thing: own process, own sockets, own groups.
+`Forked` runs any function; `forked_ranks` stands in for subprocess.Popen where engine/launch starts
+its ranks. Everything after the fork is the real thing: own process, own sockets, own groups.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -15,7 +16,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,21 +52,39 @@ class Nursery:
         self._process.wait(10)
 
 
-class ForkedProcess:
-    """What engine/launch uses of a Popen."""
+@cache
+def nursery() -> Nursery:
+    """The one of this process, from when it is first needed to the end."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
 
-    nursery: Nursery
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
-        # The arguments of the bootstrap: descriptor, factory, post, whether it is alone, sys.path.
-        arguments = list(command[command.index("-c") + 2 :])
-        question = {"arguments": arguments[:3], "numbers": list(pass_fds)}
-        self.pid: int = self.nursery.ask(question, pass_fds)
+class Forked:
+    """A function, named as "module:function", in a process of its own; what Popen has is here."""
+
+    def __init__(
+        self,
+        function: str,
+        *arguments: Any,
+        keywords: Mapping[str, Any] | None = None,
+        descriptors: Sequence[tuple[int, int]] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`descriptors`: pairs of one that is open here and the number that it gets there."""
+        question = {
+            "function": function,
+            "arguments": arguments,
+            "keywords": dict(keywords or {}),
+            "numbers": [number for _, number in descriptors],
+            "environment": dict(environment or {}),
+        }
+        self.pid: int = nursery().ask(question, [here for here, _ in descriptors])
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self.nursery.ask({"poll": self.pid})
+            self.returncode = nursery().ask({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -78,16 +101,28 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def _forked_rank(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Forked:
+    # The arguments of the bootstrap: descriptor, factory, post, whether it is alone, sys.path.
+    fd, factory, post = command[command.index("-c") + 2 :][:3]
+    return Forked(
+        "paceline.engine.worker:main",
+        *(int(fd), factory, post),
+        keywords={"die_with_parent": False},
+        descriptors=[(fd, fd) for fd in pass_fds],
+    )
+
+
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Within it, engines of this process fork their ranks."""
-    ForkedProcess.nursery = nursery = Nursery()
+    """Within it, engines of this process fork their ranks. Other processes start as ever."""
+    stand_in = SimpleNamespace(
+        Popen=_forked_rank,
+        DEVNULL=subprocess.DEVNULL,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{launch.__name__}.subprocess.Popen", ForkedProcess)
-        try:
-            yield
-        finally:
-            nursery.close()
+        patch.setattr(launch, "subprocess", stand_in)
+        yield
 
 
 def _serve(control: socket.socket) -> None:
@@ -110,15 +145,14 @@ def _serve(control: socket.socket) -> None:
             continue
         pid = os.fork()
         if not pid:
-            _become_rank(control, question, descriptors)
+            _become(control, question, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         control.send(json.dumps(pid).encode())
 
 
-def _become_rank(control: socket.socket, question: dict[str, Any], got: list[int]) -> None:
-    from paceline.engine.worker import main
-
+def _become(control: socket.socket, question: dict[str, Any], got: list[int]) -> None:
+    code = 1
     try:
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH) for fd in got]
         control.close()
@@ -127,10 +161,16 @@ def _become_rank(control: socket.socket, question: dict[str, Any], got: list[int
         for number, fd in zip(question["numbers"], high, strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        fd, factory, post = question["arguments"]
-        main(int(fd), factory, post, die_with_parent=False)
+        os.environ.update(question["environment"])
+        module, _, name = question["function"].partition(":")
+        getattr(import_module(module), name)(*question["arguments"], **question["keywords"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # nothing of the prepared process is to end twice
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ A job is a function `job(rank: int, folder: Path) -> result`, named as "module:f
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -16,19 +14,18 @@ import torch
 
 from paceline.parallel.groups import GroupOptions, Groups, open_groups
 from paceline.parallel.placement import Layout, Seat
+from tests.parallel.forks import Forked
 
 TIMEOUT_S = 200
 
 
 def run_ranks(job: str, num_ranks: int, folder: Path) -> list[Any]:
-    """What `job` returned on each rank. Starting a process costs seconds: put much into one job."""
-    command = [sys.executable, "-m", "tests.parallel.ranks", job]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    """What `job` returned on each rank."""
     processes = []
     for rank in range(num_ranks):
         with (folder / f"said{rank}").open("wb") as said:
-            arguments = [*command, str(rank), str(folder)]
-            processes.append(subprocess.Popen(arguments, env=environment, stdout=said, stderr=said))
+            says = [(said.fileno(), 1), (said.fileno(), 2)]
+            processes.append(Forked(f"{__name__}:main", job, rank, str(folder), descriptors=says))
     try:
         failed = _wait(processes)
     finally:
@@ -39,14 +36,14 @@ def run_ranks(job: str, num_ranks: int, folder: Path) -> list[Any]:
     return [torch.load(folder / f"result{r}", weights_only=False) for r in range(num_ranks)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(processes: list[Forked]) -> list[int]:
     """Who failed. One is enough: the others would wait for it in vain."""
     give_up_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_s:
         codes = [process.poll() for process in processes]
         if any(codes) or None not in codes:
             return [i for i, code in enumerate(codes) if code]
-        time.sleep(0.05)
+        time.sleep(0.01)
     return [i for i, process in enumerate(processes) if process.poll() is None]
 
 
@@ -58,13 +55,9 @@ def open_checked(rank: int, layout: Layout, folder: Path, **options: Any) -> Gro
     )
 
 
-def main(job: str, rank: int, folder: Path) -> None:
+def main(job: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     module, _, name = job.partition(":")
     with torch.no_grad():
-        result = getattr(import_module(module), name)(rank, folder)
-    torch.save(result, folder / f"result{rank}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+        result = getattr(import_module(module), name)(rank, Path(folder))
+    torch.save(result, Path(folder) / f"result{rank}")

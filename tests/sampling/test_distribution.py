@@ -33,7 +33,8 @@ GREEDY, ONE_HOT, SAMPLED, FILTERED, GREEDY_DRAFTED = range(5)
 def vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensor reference instead of the CPU shortcut: a million draws in seconds.
 
-    Its bisection would take most of the time for six tokens, so thresholds come from a sort.
+    Its bisection would take most of the time for six tokens, so thresholds come from a sort; and
+    rows of six tokens are judged by the ten thousand, not by the few that a vocabulary allows.
     `tests/kernels/test_sampling.py` holds all of these against each other.
     """
     kernels = paceline.kernels.sampling
@@ -43,6 +44,7 @@ def vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(paceline.sampling.verify, "draw_windows", draw)
     monkeypatch.setattr(paceline.sampling.draft, "draw_windows", draw)
+    monkeypatch.setattr(paceline.sampling.verify, "ROWS_AT_ONCE", 10_000)
     monkeypatch.setattr(kernels, "thresholds", sorted_thresholds)
     monkeypatch.setattr(kernels, "thresholds_reference", sorted_thresholds)
 
