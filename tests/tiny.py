@@ -111,6 +111,13 @@ def _latent_values(family: str) -> tuple[str, dict[str, Any]]:
 
 def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Any:
     """Write a random fp32 checkpoint and return the transformers model."""
+    model = make_tiny(family, seed=seed, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_tiny(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model, the same in every process."""
     import transformers
 
     torch.manual_seed(seed)
@@ -130,7 +137,6 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> An
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.25)
     model.tie_weights()
     model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(folder)
     return model
 
 

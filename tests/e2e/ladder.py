@@ -20,7 +20,7 @@ from paceline import LLM, SamplingParams
 from tests.eagle import PlainHead, random_head, save_head, train
 from tests.eagle3 import random_eagle3, save_eagle3
 from tests.mtp import random_mtp, save_mtp
-from tests.tiny import FAMILIES, VOCAB, greedy_reference, save_noisy_draft, save_tiny
+from tests.tiny import FAMILIES, VOCAB, greedy_reference, make_tiny, save_noisy_draft
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": FAMILIES,
@@ -122,7 +122,10 @@ class Workshop:
     def _target(self, family: str) -> Any:
         # Seeds whose outputs end at different lengths, most of them long enough to preempt.
         seed = {"llama": 1, "qwen3": 3}.get(family, 0)
-        return self._once(family, lambda: save_tiny(self._folder / family, family, seed=seed))
+        # Not out of a file: a model that was unpickled does not hand out its hidden states.
+        model = make_tiny(family, seed=seed)
+        self._once(family, lambda: model.save_pretrained(self._folder / family))
+        return model
 
     def target_folder(self, family: str) -> str:
         self.target(family)

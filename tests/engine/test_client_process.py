@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -132,6 +133,8 @@ def test_an_idle_front_learns_of_a_dead_engine_when_it_submits() -> None:
     with echo_client(in_process=False) as client:
         os.kill(pid_of(client), signal.SIGKILL)
         assert wait_gone(pid_of(client), 2.0)
+        # Its other threads may live a moment longer, and its socket with them.
+        assert select.select([client], [], [], 2.0)[0]
         with pytest.raises(EngineDead, match="SIGKILL"):
             submit(client, "one", "abc")
         assert client.num_open == 0
