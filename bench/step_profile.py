@@ -9,6 +9,7 @@ a replayed graph are seen one by one. Profiling slows the host down, so compare 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -25,6 +26,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.step import Runner
 
 WARM_TURNS = 20
 
@@ -34,7 +36,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", type=lambda text: text.split(","), metavar="CASE[,CASE...]")
-    parser.add_argument("--bs", default="1,64", help="requests at once")
+    parser.add_argument("--bs", type=sizes, default=[1, 64], help="requests at once, with commas")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=25, help="kernels to show")
@@ -47,17 +49,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_configs(Path(folder))
         for case in args.cases:
-            for batch in map(int, args.bs.split(",")):
-                found[f"{case} {batch}"] = rows = profile(case, batch, Path(folder), args)
+            engine, runner = open_engine(case, Path(folder), args)
+            for batch in args.bs:
+                found[f"{case} {batch}"] = rows = profile(engine, case, batch, args)
                 show(case, batch, rows[: args.top], sum(row["us"] for row in rows))
+            runner.close()
+            del engine, runner
+            gc.collect()
+            torch.cuda.empty_cache()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
-def profile(case: str, batch: int, models: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def profile(
+    engine: Engine, case: str, batch: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Kernels by the time that they take in a step, longest first."""
-    engine = open_engine(case, batch, models, args.prompt)
     rng, vocab_size = random.Random(0), CASES[case].vocab_size
     for uid in range(1, batch + 1):
         params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, seed=0)
@@ -70,6 +82,10 @@ def profile(case: str, batch: int, models: Path, args: argparse.Namespace) -> li
         for _ in range(args.steps):
             engine.turn()
         torch.cuda.synchronize()
+    for uid in range(1, batch + 1):
+        engine.abort(uid)
+    while engine.turn():
+        pass
     rows = [
         {
             "kernel": event.key,
@@ -82,21 +98,22 @@ def profile(case: str, batch: int, models: Path, args: argparse.Namespace) -> li
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def open_engine(case: str, batch: int, models: Path, prompt: int) -> Engine:
+def open_engine(case: str, models: Path, args: argparse.Namespace) -> tuple[Engine, Runner]:
     config = EngineConfig.from_keywords(
         model=str(models / CASES[case].model),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=max(2048, prompt + 1024),
-        max_num_seqs=max(64, batch),
+        max_model_len=max(2048, args.prompt + 1024),
+        max_num_seqs=max(64, *args.bs),
         enable_prefix_caching=False,
         gpu_memory_utilization=0.85,
         speculative_config=CASES[case].speculative_config(models),
     )
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
-    return Engine(build_fixed_runner(sized, lambda stage, share: None), sized, lambda data: None)
+    runner = build_fixed_runner(sized, lambda stage, share: None)
+    return Engine(runner, sized, lambda data: None), runner
 
 
 def show(case: str, batch: int, rows: list[dict[str, Any]], total_us: float) -> None:

@@ -1,6 +1,6 @@
 """Runs the tests that need an NVIDIA GPU and writes down what ran where: tests/gpu_last_run.json.
 
-usage: python tests/run_gpu.py [--report FILE] [--commit SHA] [-k WORDS] [pytest arguments]
+usage: python tests/run_gpu.py [--report FILE] [--commit SHA] [--jobs N] [-k WORDS] [pytest ...]
        python tests/run_gpu.py --stale    (warns when the sources have changed since that run)
 
 Needs torch, triton, numpy, safetensors, tokenizers, transformers and jinja2; pytest if it is there.
@@ -17,6 +17,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -38,11 +39,16 @@ class Outcomes:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    share: tuple[int, int] = (0, 1)  # which tests of all: every so manyeth, from this one on
 
     def take(self, name: str, state: str) -> None:
         self.counts[state] += 1
         if state == "failed":
             self.failures.append(name)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        first, step = self.share
+        items[:] = items[first::step]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -59,6 +65,8 @@ def main() -> int:
     parser.add_argument("--commit", help="for a copy of the tree that is no git checkout")
     parser.add_argument("--stale", action="store_true")
     parser.add_argument("--plain", action="store_true", help="without pytest, even if it is there")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, with pytest")
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)  # of one such process
     parser.add_argument("-k", dest="words", default="")
     args, rest = parser.parse_known_args()
     if args.stale:
@@ -72,8 +80,12 @@ def main() -> int:
     started_s = time.perf_counter()
     with_pytest = not args.plain and importlib.util.find_spec("pytest") is not None
     files, left_out = gpu_files(with_pytest=with_pytest)
-    run = run_with_pytest if with_pytest else run_plainly
-    outcomes = run(files, args.words, rest)
+    if with_pytest and args.jobs > 1:
+        outcomes = run_side_by_side(args.jobs, args.words, rest)
+    elif with_pytest:
+        outcomes = run_with_pytest(files, args.words, rest, tuple(args.share or (0, 1)))
+    else:
+        outcomes = run_plainly(files, args.words, rest)
     for name in left_out:
         print(f"left out: {name}")
     counts = {state: outcomes.counts[state] for state in ("passed", "failed", "skipped")}
@@ -127,15 +139,39 @@ def _importable(names: set[str]) -> set[str]:
     return {n for n in names if n in sys.modules or importlib.util.find_spec(n) is not None}
 
 
-def run_with_pytest(files: list[Path], words: str, rest: list[str]) -> Outcomes:
+def run_with_pytest(
+    files: list[Path], words: str, rest: list[str], share: tuple[int, int]
+) -> Outcomes:
     import pytest
 
-    outcomes = Outcomes()
+    outcomes = Outcomes(share=share)
     chosen = ["-k", words] if words else []
     arguments = [*map(str, files), "-m", "gpu", f"--rootdir={ROOT}", *chosen, *rest]
     code = pytest.main(arguments, plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not outcomes.failures:
         outcomes.take(f"pytest ended with {code!r}", "failed")
+    return outcomes
+
+
+def run_side_by_side(num_jobs: int, words: str, rest: list[str]) -> Outcomes:
+    """Compiling and starting engines keep the host busy, not the GPU: processes share it well."""
+    outcomes = Outcomes()
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder) / f"{job}.json" for job in range(num_jobs)]
+        jobs = []
+        for job, report in enumerate(reports):
+            command = [sys.executable, __file__, "--share", str(job), str(num_jobs)]
+            command += ["--report", str(report), "-k", words, *rest]
+            jobs.append(subprocess.Popen(command, stdout=report.with_suffix(".log").open("w")))
+        for job, (process, report) in enumerate(zip(jobs, reports, strict=True)):
+            code = process.wait()
+            print(report.with_suffix(".log").read_text(encoding="utf-8"))
+            if not report.exists():
+                outcomes.take(f"process {job} ended with {code}", "failed")
+                continue
+            found = json.loads(report.read_text(encoding="utf-8"))
+            outcomes.counts.update({s: found[s] for s in ("passed", "failed", "skipped")})
+            outcomes.failures += found["failures"]
     return outcomes
 
 

@@ -66,16 +66,22 @@ def helper():
 """
 
 
-@pytest.mark.parametrize("how", [[], ["--plain"]], ids=["pytest", "plain"])
-def test_both_ways_run_the_same_tests_with_the_same_end(tmp_path: Path, how: list[str]) -> None:
-    """A project of one test file, run with pytest and with the stand-in."""
-    tests = tmp_path / "tests"
+def make_project(folder: Path, sample: str) -> Path:
+    """A project of one test file; its way to the GPU tests."""
+    tests = folder / "tests"
     tests.mkdir()
     (tests / "__init__.py").touch()
-    (tests / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
+    (tests / "test_sample.py").write_text(sample, encoding="utf-8")
     for name in ("run_gpu.py", "plain_pytest.py"):
         (tests / name).write_text((ROOT / "tests" / name).read_text("utf-8"), encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n trap(id)\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n trap(id)\n")
+    return tests / "run_gpu.py"
+
+
+@pytest.mark.parametrize("how", [[], ["--plain"]], ids=["pytest", "plain"])
+def test_both_ways_run_the_same_tests_with_the_same_end(tmp_path: Path, how: list[str]) -> None:
+    """With pytest and with the stand-in."""
+    script = make_project(tmp_path, SAMPLE)
     report = tmp_path / "report.json"
     code = """
 import runpy, sys, torch
@@ -84,7 +90,7 @@ torch.cuda.get_device_name = lambda: "a GPU"
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-    arguments = [str(tests / "run_gpu.py"), "--report", str(report), "--commit", "abc", *how]
+    arguments = [str(script), "--report", str(report), "--commit", "abc", *how]
     done = run_python(code, *arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(report.read_text(encoding="utf-8"))
@@ -96,6 +102,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert found["runner"] == ("plain" if how else "pytest")
     assert found["versions"]["torch"]
     assert len(found["sources_sha256"]) == 64
+
+
+SIDE_BY_SIDE = """
+import pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("n", range(7))
+def test_all_but_one(n):
+    assert n != 4
+"""
+
+
+def test_processes_side_by_side_run_every_test_once(tmp_path: Path) -> None:
+    script, report = make_project(tmp_path, SIDE_BY_SIDE), tmp_path / "report.json"
+    command = [sys.executable, str(script), "--report", str(report), "--jobs", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert (found["passed"], found["failed"], found["skipped"]) == (6, 1, 0), done.stdout
+    assert found["failures"] == ["tests/test_sample.py::test_all_but_one[4]"]
 
 
 def test_gpu_tests_are_collected_where_hardly_anything_is_installed() -> None:
