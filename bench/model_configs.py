@@ -86,6 +86,32 @@ _GLM = {  # GLM-4.7-Flash
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+_Q30 = {  # Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
 # The heads are EAGLE-1: one layer, and the target's lm_head.
 CONFIGS: dict[str, dict[str, Any]] = {
     "sm": _SM,
@@ -93,6 +119,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "l8": _L8,
     "l8-eagle": _L8 | {"num_hidden_layers": 1},
     "glm": _GLM,
+    "q30": _Q30,
 }
 _BYTES = 2  # bf16
 
@@ -111,7 +138,7 @@ def weight_bytes_per_step(model: str, head: str | None, num_drafts: int) -> int 
     reading depends on the batch.
     """
     target = CONFIGS[model]
-    if "n_routed_experts" in target:
+    if "num_experts_per_tok" in target:
         return None
     count = target["num_hidden_layers"] * _layer(target) + _lm_head(target)
     if head is not None:

@@ -199,6 +199,8 @@ class RunnerInfo:
     kv_window: int | None = None
     # Steps have fixed shapes: a row pays for its k whether the drafter found anything or not.
     pays_for_missing_drafts: bool = False
+    # Pages that a step can bring to a row that runs; None: any number.
+    max_row_appends: int | None = None
     max_num_batched_tokens: int = 2048  # where the configuration leaves it open
     model_name: str = ""
     device: str = "cpu"

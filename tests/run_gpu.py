@@ -14,6 +14,7 @@ import ast
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -156,13 +157,16 @@ def run_with_pytest(
 def run_side_by_side(num_jobs: int, words: str, rest: list[str]) -> Outcomes:
     """Compiling and starting engines keep the host busy, not the GPU: processes share it well."""
     outcomes = Outcomes()
+    # Threads of all of them together would wait for each other in loops.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{job}.json" for job in range(num_jobs)]
         jobs = []
         for job, report in enumerate(reports):
             command = [sys.executable, __file__, "--share", str(job), str(num_jobs)]
             command += ["--report", str(report), "-k", words, *rest]
-            jobs.append(subprocess.Popen(command, stdout=report.with_suffix(".log").open("w")))
+            log = report.with_suffix(".log").open("w")
+            jobs.append(subprocess.Popen(command, stdout=log, env=environment))
         for job, (process, report) in enumerate(zip(jobs, reports, strict=True)):
             code = process.wait()
             print(report.with_suffix(".log").read_text(encoding="utf-8"))

@@ -110,7 +110,10 @@ class DummyWeights:
         # Seeded by name, so that a tensor does not depend on the order of loading.
         seed = self._seed * 1_000_003 + sum(ord(c) * 31**i % 2**31 for i, c in enumerate(name))
         generator = torch.Generator(self._device).manual_seed(seed % 2**63)
-        return torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
+        # The bias of a router decides alone, as it does among other engines' random weights: all
+        # rows choose the same experts, and what is measured is the same work.
+        scale = 10.0 if name.endswith("correction_bias") else 0.02
+        return torch.randn(shape, generator=generator, device=self._device).mul_(scale)
 
 
 def expected_shapes(

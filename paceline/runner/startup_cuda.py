@@ -50,7 +50,9 @@ from paceline.step import Runner, RunnerInfo
 
 logger = logging.getLogger(__name__)
 
-_GPU = torch.device("cuda")
+_GPU = torch.device("cuda", 0)
+# Pages that a row may take in advance: it asks for them less often, and packets stay short.
+_AHEAD = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,7 +91,8 @@ def build_fixed_runner(
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     rates = forced_rates(config.speculative)
     drafter = make_drafter(config.speculative, head)
-    layout = PacketLayout(capacity.rows, _most_appends(capacity, drafter, pages.page_size))
+    row_appends = _max_row_appends(capacity.k, drafter, pages.page_size)
+    layout = PacketLayout(capacity.rows, capacity.rows * row_appends)
     ring = make_ring(capacity, layout, device)
     fixed = FixedDevice(
         model=model,
@@ -108,7 +111,7 @@ def build_fixed_runner(
     names = config.model.logits_processors
     runner = CudaRunner(
         fixed,
-        _info(config, found, specs, fixed, dtype),
+        _info(config, found, specs, fixed, dtype, row_appends),
         Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k),
         custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
         lockstep=ranks.lockstep,
@@ -172,14 +175,14 @@ def _capacity(config: EngineConfig, slots: Slots) -> Capacity:
     return Capacity(slots.num_slots, tokens, slots.max_k)
 
 
-def _most_appends(capacity: Capacity, drafter: Drafter, page_size: int) -> int:
-    """Pages that the rows of one step may open; prompts bring theirs when they are admitted.
+def _max_row_appends(k: int, drafter: Drafter, page_size: int) -> int:
+    """Pages that one step may bring to a row; prompts bring theirs when they are admitted.
 
     A row's bound moves by a window at most, by another one where its k grew, and the drafter
     looks ahead of it.
     """
-    positions = 2 * (capacity.k + 1) + drafter.lookahead
-    return capacity.rows * (-(-positions // page_size) + 1)
+    positions = 2 * (k + 1) + drafter.lookahead
+    return -(-positions // page_size) + 1 + _AHEAD
 
 
 def _num_pages(
@@ -237,6 +240,7 @@ def _info(
     specs: list[ModelSpec],
     fixed: FixedDevice,
     dtype: torch.dtype,
+    row_appends: int,
 ) -> RunnerInfo:
     is_gpu = fixed.slots.device.type == "cuda"
     return runner_info(
@@ -246,6 +250,7 @@ def _info(
         fixed.drafter,
         sum(token_bytes(specs, dtype.itemsize)),
         pays_for_missing_drafts=True,
+        max_row_appends=row_appends,
         device=torch.cuda.get_device_name() if is_gpu else "cpu",
         dtype=str(dtype).removeprefix("torch."),
         weights_bytes=fixed.model.nbytes,

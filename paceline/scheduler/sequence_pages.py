@@ -38,6 +38,7 @@ class SequencePages:
         self._window = info.kv_window
         # Positions a window and the drafter may write past the newest token.
         self._overhang = info.max_k + info.draft_lookahead
+        self._max_row_appends = info.max_row_appends or NEVER
         pool_len = info.num_pages * info.page_size
         # The longest sequence that can run alone: its newest token may still be followed by a
         # window and the drafter's lookahead, except at the model's own end.
@@ -124,7 +125,7 @@ class SequencePages:
         pages = live.pages
         index = len(pages)
         count = self.num_missing(live, length)
-        ahead = min(num_ahead, live.most_pages - index - count)
+        ahead = min(num_ahead, live.most_pages - index - count, self._max_row_appends - count)
         fresh = self.pool.allocate(count, pages[-1], ahead)
         if fresh is None:
             return False

@@ -42,7 +42,7 @@ def build(
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
     backend: Backend = "gloo" if IS_REHEARSAL else "nccl"
-    return build_fixed_runner(sized, progress, seat, torch.device(DEVICE), backend)
+    return build_fixed_runner(sized, progress, seat, torch.device(DEVICE, 0), backend)
 
 
 def open_llm(**options: Any) -> LLM:

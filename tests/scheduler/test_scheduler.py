@@ -321,6 +321,24 @@ def test_a_request_alone_stays_in_one_piece_and_rarely_asks_for_pages() -> None:
     assert sum(plan.page_appends is not None for plan in harness.runner.plans) < 6
 
 
+@pytest.mark.parametrize("max_k", [0, 3])
+def test_a_step_brings_no_more_pages_to_a_row_than_it_can(max_k: int) -> None:
+    """Packets of fixed shapes have room for so many: all rows may cross into new pages at once."""
+    info = runner_info(
+        max_k=max_k, num_pages=400, page_size=4, max_model_len=400, max_row_appends=6
+    )
+    harness = Harness(info)
+    for uid in range(1, 5):
+        harness.add(request(uid, prompt(4, uid), max_tokens=300, ignore_eos=True))
+    harness.run()
+    harness.check_outputs()
+    most = 0
+    for plan in harness.runner.plans:
+        if plan.page_appends is not None:
+            most = max(most, int(np.bincount(plan.page_appends.slot).max()))
+    assert most == 6
+
+
 def test_pages_held_in_advance_are_given_back_before_anybody_waits() -> None:
     harness = Harness(runner_info(num_pages=32, page_size=2, num_slots=4, max_model_len=60))
     first = harness.add(request(1, prompt(4), max_tokens=20))
