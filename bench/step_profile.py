@@ -3,7 +3,9 @@
 usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--steps 10]
 
 The same cases as bench_engines. Times are of the device, per step, summed up by kernel; kernels of
-a replayed graph are seen one by one. Profiling slows the host down, so compare shares, not totals.
+a replayed graph are seen one by one; a dependent kernel's time holds its wait for the one in front.
+Then what the device waited for: from the end of all kernels so far to the next one's begin, summed
+up by that next one. Profiling slows the host down, so compare shares, not totals.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from bench.bench_engines import CASES, random_prompt
 from bench.model_configs import write_configs
@@ -27,8 +30,6 @@ from paceline.engine.engine import Engine
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
-
-WARM_TURNS = 20
 
 
 def main() -> int:
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--bs", type=sizes, default=[1, 64], help="requests at once, with commas")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=20, help="turns before; 2: prompts are seen")
     parser.add_argument("--top", type=int, default=25, help="kernels to show")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -51,8 +53,10 @@ def main() -> int:
         for case in args.cases:
             engine, runner = open_engine(case, Path(folder), args)
             for batch in args.bs:
-                found[f"{case} {batch}"] = rows = profile(engine, case, batch, args)
-                show(case, batch, rows[: args.top], sum(row["us"] for row in rows))
+                kernels, waits = profile(engine, case, batch, args)
+                found[f"{case} {batch}"] = {"kernels": kernels, "waits": waits}
+                show(f"{case}, {batch} requests: kernels", kernels, args.top)
+                show("   waits before", waits, args.top // 3)
             runner.close()
             del engine, runner
             gc.collect()
@@ -66,15 +70,16 @@ def sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def profile(
-    engine: Engine, case: str, batch: int, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Kernels by the time that they take in a step, longest first."""
+Rows = list[dict[str, Any]]
+
+
+def profile(engine: Engine, case: str, batch: int, args: argparse.Namespace) -> tuple[Rows, Rows]:
+    """Kernels by the time that they take in a step, and by that for which nothing ran before."""
     rng, vocab_size = random.Random(0), CASES[case].vocab_size
     for uid in range(1, batch + 1):
         params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, seed=0)
         engine.add(EngineRequest(uid, random_prompt(rng, vocab_size, args.prompt), params))
-    for _ in range(WARM_TURNS):
+    for _ in range(args.warm):
         engine.turn()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -86,16 +91,36 @@ def profile(
         engine.abort(uid)
     while engine.turn():
         pass
-    rows = [
-        {
-            "kernel": event.key,
-            "us": event.self_device_time_total / args.steps,
-            "calls": event.count / args.steps,
-        }
-        for event in profiler.key_averages()
-        if event.self_device_time_total > 0
-    ]
-    return sorted(rows, key=lambda row: -row["us"])
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    kernels, waits, busy_until = Counts(), Counts(), spans[0][0]
+    for begin, end, name in spans:
+        kernels.take(name, end - begin)
+        if begin > busy_until:
+            waits.take(name, begin - busy_until)
+        busy_until = max(busy_until, end)
+    return kernels.rows(args.steps), waits.rows(args.steps)
+
+
+class Counts:
+    """Microseconds by kernel."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = {}
+
+    def take(self, name: str, us: float) -> None:
+        self._found.setdefault(name, []).append(us)
+
+    def rows(self, num_steps: int) -> Rows:
+        """A step's, longest first."""
+        rows = [
+            {"kernel": name, "us": sum(us) / num_steps, "calls": len(us) / num_steps}
+            for name, us in self._found.items()
+        ]
+        return sorted(rows, key=lambda row: -row["us"])
 
 
 def open_engine(case: str, models: Path, args: argparse.Namespace) -> tuple[Engine, Runner]:
@@ -116,9 +141,9 @@ def open_engine(case: str, models: Path, args: argparse.Namespace) -> tuple[Engi
     return Engine(runner, sized, lambda data: None), runner
 
 
-def show(case: str, batch: int, rows: list[dict[str, Any]], total_us: float) -> None:
-    print(f"{case}, {batch} requests: {total_us:.0f} us of kernels a step")
-    for row in rows:
+def show(title: str, rows: Rows, top: int) -> None:
+    print(f"{title}: {sum(row['us'] for row in rows):.0f} us a step")
+    for row in rows[:top]:
         each = row["us"] / max(row["calls"], 1e-9)
         print(f"{row['us']:9.1f} us {row['calls']:7.1f} x {each:8.2f} us  {row['kernel'][:100]}")
 

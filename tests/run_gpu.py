@@ -31,7 +31,8 @@ REPORT = ROOT / "tests" / "gpu_last_run.json"
 # What a GPU run says something about.
 HASHED = ("kernels", "parallel", "runner", "drafters", "sampling", "state")
 VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest")
-MARK = "pytest.mark.gpu"
+MARK = "gpu"
+ALONE = "alone"  # not beside others
 
 
 @dataclass(eq=False)
@@ -40,7 +41,11 @@ class Outcomes:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    share: tuple[int, int] = (0, 1)  # which tests of all: every so manyeth, from this one on
+    share: tuple[int, ...] = (0, 1)  # which tests of all: from this one on, every so manyeth
+
+    def add(self, other: Outcomes) -> None:
+        self.counts += other.counts
+        self.failures += other.failures
 
     def take(self, name: str, state: str) -> None:
         self.counts[state] += 1
@@ -83,8 +88,11 @@ def main() -> int:
     files, left_out = gpu_files(with_pytest=with_pytest)
     if with_pytest and args.jobs > 1:
         outcomes = run_side_by_side(args.jobs, args.words, rest)
+        outcomes.add(run_with_pytest(files, args.words, rest, f"{MARK} and {ALONE}"))
     elif with_pytest:
-        outcomes = run_with_pytest(files, args.words, rest, tuple(args.share or (0, 1)))
+        marks = MARK if args.share is None else f"{MARK} and not {ALONE}"
+        share = (0, 1) if args.share is None else tuple(args.share)
+        outcomes = run_with_pytest(files, args.words, rest, marks, share)
     else:
         outcomes = run_plainly(files, args.words, rest)
     for name in left_out:
@@ -114,7 +122,7 @@ def gpu_files(*, with_pytest: bool) -> tuple[list[Path], list[str]]:
     files, left_out = [], []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        if MARK not in text:
+        if f"pytest.mark.{MARK}" not in text:
             continue
         known = set() if with_pytest else {"pytest"}
         missing = sorted(_imports(text) - known - _importable(_imports(text)))
@@ -141,15 +149,18 @@ def _importable(names: set[str]) -> set[str]:
 
 
 def run_with_pytest(
-    files: list[Path], words: str, rest: list[str], share: tuple[int, int]
+    files: list[Path], words: str, rest: list[str], marks: str, share: tuple[int, ...] = (0, 1)
 ) -> Outcomes:
     import pytest
 
     outcomes = Outcomes(share=share)
     chosen = ["-k", words] if words else []
-    arguments = [*map(str, files), "-m", "gpu", f"--rootdir={ROOT}", *chosen, *rest]
+    arguments = [*map(str, files), "-m", marks, f"--rootdir={ROOT}", *chosen, *rest]
     code = pytest.main(arguments, plugins=[outcomes])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not outcomes.failures:
+    fine = {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+    if marks != MARK:
+        fine.add(pytest.ExitCode.NO_TESTS_COLLECTED)
+    if code not in fine and not outcomes.failures:
         outcomes.take(f"pytest ended with {code!r}", "failed")
     return outcomes
 
@@ -174,8 +185,8 @@ def run_side_by_side(num_jobs: int, words: str, rest: list[str]) -> Outcomes:
                 outcomes.take(f"process {job} ended with {code}", "failed")
                 continue
             found = json.loads(report.read_text(encoding="utf-8"))
-            outcomes.counts.update({s: found[s] for s in ("passed", "failed", "skipped")})
-            outcomes.failures += found["failures"]
+            counts = Counter({s: found[s] for s in ("passed", "failed", "skipped")})
+            outcomes.add(Outcomes(counts, found["failures"]))
     return outcomes
 
 
@@ -191,7 +202,7 @@ def run_plainly(files: list[Path], words: str, rest: list[str]) -> Outcomes:
     for path in files:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for done in plain_pytest.run_module(
-            name, "gpu", shared, words, can_run=torch.cuda.is_available()
+            name, MARK, shared, words, can_run=torch.cuda.is_available()
         ):
             outcomes.take(done.name, done.state)
             print(f"{done.state:>7} {done.name} {done.seconds:.1f} s\n{done.text}".rstrip())

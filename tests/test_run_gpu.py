@@ -74,7 +74,7 @@ def make_project(folder: Path, sample: str) -> Path:
     (tests / "test_sample.py").write_text(sample, encoding="utf-8")
     for name in ("run_gpu.py", "plain_pytest.py"):
         (tests / name).write_text((ROOT / "tests" / name).read_text("utf-8"), encoding="utf-8")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n trap(id)\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n alone\n trap(id)\n")
     return tests / "run_gpu.py"
 
 
@@ -111,6 +111,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("n", range(7))
 def test_all_but_one(n):
     assert n != 4
+
+@pytest.mark.alone
+def test_alone():
+    pass
 """
 
 
@@ -120,7 +124,7 @@ def test_processes_side_by_side_run_every_test_once(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(report.read_text(encoding="utf-8"))
-    assert (found["passed"], found["failed"], found["skipped"]) == (6, 1, 0), done.stdout
+    assert (found["passed"], found["failed"], found["skipped"]) == (7, 1, 0), done.stdout
     assert found["failures"] == ["tests/test_sample.py::test_all_but_one[4]"]
 
 

@@ -201,6 +201,7 @@ def note(seen: dict[int, list[int]], plan: StepPlan, result: StepResult) -> None
         seen[uid] += row[:count].tolist()
 
 
+@pytest.mark.alone
 @pytest.mark.trap("D14")
 def test_no_step_of_five_hundred_requests_stalls(long_model: LongModel) -> None:
     """The 99th percentile of the time from step to step is below twice the median."""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PROGRAM = """
 import torch
@@ -59,3 +60,21 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_no_kernel_wrote_is_zero_while_kernels_are_only_compiled() -> None:
+    """Tokens and rows that torch looks up meanwhile exist, whatever the memory held before."""
+    pytest.importorskip("triton")
+    from paceline.kernels.triton_ahead import compiling_ahead
+
+    like = torch.full((3, 1000), 7)
+    with compiling_ahead():
+        made = [
+            torch.empty(3, 1000, dtype=torch.int64),
+            torch.empty_like(like),
+            like.new_empty((3, 1000)),
+            torch.empty_strided((3, 1000), (1000, 1), dtype=torch.int64),
+            like.new_empty_strided((3, 1000), (1000, 1)),
+        ]
+        assert not any(x.any() for x in made)
+        assert (like.index_select(0, made[0][0]) == 7).all()
