@@ -92,10 +92,9 @@ class AutoregressiveDrafter:
                 propose_tokens(
                     head.logits(hidden_BD),
                     step.slot_B,
-                    step.position_B(j),
+                    step.position_B(j) if self.is_probabilistic else None,
                     j,
                     step.slots,
-                    probabilistic=self.is_probabilistic,
                     token_of_V=head.token_of_V,
                     vocab=head.vocab,
                 )

@@ -78,7 +78,8 @@ class EagleModel:
         x_TD = self.fc(torch.cat((token_TD, feature_TD), dim=1))
         residual_TD = x_TD.float()
         delta_TD = self.stack.run(residual_TD, inputs, pages, x_TD)
-        return residual_TD.add_(delta_TD).to(feature_TD.dtype)
+        # Added up in fp32 and rounded as it is stored: one kernel.
+        return torch.add(residual_TD, delta_TD, out=torch.empty_like(x_TD))
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits [B, V]."""

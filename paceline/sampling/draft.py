@@ -18,23 +18,22 @@ from paceline.state.slots import Slots
 def propose_tokens(
     logits_BV: Tensor,
     slot_B: Tensor,
-    position_B: Tensor,
+    position_B: Tensor | None,
     j: int,
     slots: Slots,
     *,
-    probabilistic: bool,
     token_of_V: Tensor | None = None,
     vocab: VocabShards = WHOLE,
 ) -> Tensor:
-    """Draft j of each row, int32 [B], for sequence position `position_B`.
+    """Draft j of each row, int32 [B]: the best, or drawn for sequence position `position_B`.
 
     `token_of_V` are the target's ids of a reduced vocabulary, which the logits are of; `vocab`
     says which part of it they are.
 
-    Greedy, or with `probabilistic` drawn for rows with a temperature from their own temperature,
-    min_p, top_k and top_p; then q goes to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
+    Rows with a temperature are drawn by their own temperature, min_p, top_k and top_p, and q goes
+    to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
     """
-    if not probabilistic:
+    if position_B is None:
         best_B, _ = vocab.greedy(logits_BV)
         return best_B if token_of_V is None else token_of_V.index_select(0, best_B).to(torch.int32)
     logits_BV = vocab.gather(logits_BV)

@@ -27,9 +27,8 @@ def some_logits(rows: int) -> torch.Tensor:
 
 def test_greedy_drafts_are_the_best_tokens() -> None:
     logits = some_logits(5)
-    position = torch.full((5,), 9)
     slots = Slots(5, 32, 3, VOCAB, torch.device("cpu"))  # keeps no distributions
-    ids = propose_tokens(logits, torch.arange(5), position, 0, slots, probabilistic=False)
+    ids = propose_tokens(logits, torch.arange(5), None, 0, slots)
     assert ids.dtype == torch.int32
     assert ids.tolist() == logits.argmax(-1).tolist()
 
@@ -41,7 +40,7 @@ def test_sampled_drafts_come_from_the_distribution_that_is_stored() -> None:
     slots.top_p_S[3] = 0.5
     logits = some_logits(4)
     slot = torch.arange(4)
-    ids = propose_tokens(logits, slot, torch.full((4,), 9), 1, slots, probabilistic=True)
+    ids = propose_tokens(logits, slot, torch.full((4,), 9), 1, slots)
     assert slots.draft_probs_SKV is not None
     stored = slots.draft_probs_SKV[:4, 1]
     knobs = Knobs(
@@ -62,12 +61,10 @@ def test_a_reduced_vocabulary_gives_the_targets_ids_and_no_chance_to_the_rest() 
     token_of = torch.tensor([1, 4, 5, 9, 12])
     narrow = some_logits(4)[:, :5].contiguous()
     slot, position = torch.arange(4), torch.full((4,), 9)
-    ids = propose_tokens(narrow, slot, position, 0, slots, probabilistic=False, token_of_V=token_of)
+    ids = propose_tokens(narrow, slot, None, 0, slots, token_of_V=token_of)
     assert ids.dtype == torch.int32
     assert ids.tolist() == token_of[narrow.argmax(-1)].tolist()
-    drawn = propose_tokens(
-        narrow, slot, position, 1, slots, probabilistic=True, token_of_V=token_of
-    )
+    drawn = propose_tokens(narrow, slot, position, 1, slots, token_of_V=token_of)
     assert set(drawn.tolist()) <= set(token_of.tolist())
     assert slots.draft_probs_SKV is not None
     stored = slots.draft_probs_SKV[:4, 1]
@@ -83,7 +80,7 @@ def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
     slots.temperature_S.fill_(1.0)
     flat = torch.zeros(200, VOCAB)
     slot, position = torch.zeros(200, dtype=torch.int64), torch.arange(200)
-    drafts = propose_tokens(flat, slot, position, 0, slots, probabilistic=True)
+    drafts = propose_tokens(flat, slot, position, 0, slots)
     window = Window.packed(
         slot,
         torch.ones(200, dtype=torch.int64),
@@ -112,7 +109,7 @@ def test_broken_draft_logits_harm_nobody() -> None:
     logits = some_logits(2)
     logits[0, 3] = float("nan")
     slot, position = torch.arange(2), torch.full((2,), 9)
-    ids = propose_tokens(logits, slot, position, 0, slots, probabilistic=True)
+    ids = propose_tokens(logits, slot, position, 0, slots)
     assert ((ids >= 0) & (ids < VOCAB)).all()
     window = Window.packed(slot, torch.tensor([2, 2]), ids[:, None], position.to(torch.int32))
     accepted = verify(
@@ -131,9 +128,7 @@ def test_broken_draft_logits_harm_nobody() -> None:
 def test_draft_row_may_be_stored_wider_than_the_drafters_logits() -> None:
     slots = draft_slots(1, draft_vocab_size=VOCAB + 8)
     slots.temperature_S.fill_(1.0)
-    propose_tokens(
-        some_logits(1), torch.tensor([0]), torch.tensor([4]), 0, slots, probabilistic=True
-    )
+    propose_tokens(some_logits(1), torch.tensor([0]), torch.tensor([4]), 0, slots)
     assert slots.draft_probs_SKV is not None
     assert float(slots.draft_probs_SKV[0, 0].sum()) == pytest.approx(1.0, abs=1e-5)
     assert slots.draft_probs_SKV[0, 0, VOCAB:].sum() == 0

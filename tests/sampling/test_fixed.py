@@ -256,7 +256,7 @@ def test_drafts_of_int32_rows_equal_those_of_the_kernel_contract() -> None:
     position_B = state.rows.num_tokens_B[:8]
     mine = prob_SKV.clone()
     token_B = sampling.draft(logits_BV, slot_B, position_B, fixed.knobs_of(slots), mine, 1)
-    wanted_B = propose_tokens(logits_BV, slot_B, position_B, 1, slots, probabilistic=True)
+    wanted_B = propose_tokens(logits_BV, slot_B, position_B, 1, slots)
     assert torch.equal(token_B, wanted_B)
     drawn_B = slot_B[slots.temperature_S[slot_B.long()] > 0].long()
     torch.testing.assert_close(mine[drawn_B, 1, :VOCAB], prob_SKV[drawn_B, 1, :VOCAB])
