@@ -124,17 +124,28 @@ def test_load_gives_tokens_per_second(
     assert engine.opened[0].options["max_model_len"] == 8192
 
 
-def test_sampling_and_the_engine_can_be_chosen(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_the_same_engine_also_samples(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--sampled", "--sync", "--eager", "--prompt", "4000", "--set", "block_size=32"]
+    assert run(monkeypatch, "sm", "--bs", "1,8", "--sampled", "8") == 0
+    (line,) = results(capsys.readouterr().out)
+    assert line["sampled_tpot_ms"] == {"8": 8e3}
+    (llm,) = engine.opened
+    greedy = [p for _, _, p in llm.asked if p.temperature == 0]
+    sampled = [p for _, _, p in llm.asked if p.temperature > 0]
+    assert len(greedy) == 1 + 2 * len(sampled)
+    assert {(p.temperature, p.top_p) for p in sampled} == {(0.8, 0.95)}
+
+
+def test_the_engine_can_be_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--sync", "--eager", "--prompt", "4000", "--set", "block_size=32"]
     assert run(monkeypatch, "sm", "--bs", "1", *flags) == 0
     (llm,) = engine.opened
     assert llm.options["async_scheduling"] is False
     assert llm.options["enforce_eager"] is True
     assert llm.options["block_size"] == 32
     assert llm.options["max_model_len"] >= 4000 + 288
-    assert {(p.temperature, p.top_p) for _, _, p in llm.asked} == {(0.8, 0.95)}
+    assert {p.temperature for _, _, p in llm.asked} == {0.0}
 
 
 def test_the_record_says_everything_and_no_folder_of_this_machine(
