@@ -1,7 +1,8 @@
 """Matrix products of a decode step on a GPU: tiles of ours against cuBLAS, inside CUDA graphs.
 
 Run as `python -m bench.gemm_gpu`: prints µs and TB/s of each product by row count, then whole layer
-stacks. `--write` also puts the best tile of each shape into paceline/kernels/gemv_table.json.
+stacks. `--write` also puts the best tile of each shape into paceline/kernels/gemv_table.json, and
+`--table` into a file elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from bench.gemm_tiles import CompileOnly, candidates
+from bench.gemm_tiles import CompileOnly, candidates, variants
 from paceline.kernels import gemv, gemv_table, gemv_triton
 from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
 from paceline.kernels.gemv_table import Tile
@@ -30,6 +31,7 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 # More than the caches hold, so that every call reads its weights from memory.
 WORKING_SET_BYTES = 400e6
 EPS = 1e-5
+LOGITS = torch.float32  # the plain products are heads
 # What cuBLAS needs beside a product and ours do themselves: a norm, a rotation, an activation.
 BESIDE_US = 3.0
 TOLERANCE = 6e-3  # bf16 results of fp32 sums
@@ -71,15 +73,32 @@ MODELS = {
 }
 
 
-class Operands:
-    """Tensors of one product at one row count."""
+def square_counts(shape: Shape, rows: int) -> list[int]:
+    """Into how many partial sums the products in front may cut the squares of a row; likely first.
 
-    def __init__(self, shape: Shape, rows: int, device: str, dtype: torch.dtype) -> None:
+    In front of the heads is the down projection, or nothing; in front of gate and up, attention's.
+    """
+    if shape.end not in ("heads", "gated"):
+        return [1]
+    is_deep = shape.end == "heads"
+    counts = {
+        -(-front.n // (gemv_triton.SUMMED if x.is_apart else x.block_n))
+        for front in (x for model in MODELS.values() for x in model)
+        if front.end == "added" and front.n == shape.k and (front.k > front.n) == is_deep
+        for x in candidates(front.n, front.k, rows)
+    }
+    return sorted(counts - {1}) + [1] * is_deep
+
+
+class Operands:
+    """Tensors of one product at one row count; the rows of a norm have `num_squares` sums each."""
+
+    def __init__(
+        self, shape: Shape, rows: int, device: str, dtype: torch.dtype, num_squares: int
+    ) -> None:
         torch.manual_seed(rows)
         self.shape = shape
         self.x = torch.randn(rows, shape.k, device=device).to(dtype)
-        # As many partial sums as the product in front would leave (see `candidates`).
-        num_squares = shape.k // (4 if rows == 1 else 16)
         squares = torch.rand(rows, num_squares, device=device) + 0.5
         self.rows = NormedRows(self.x, squares * (shape.k / num_squares), EPS)
         self.residual = torch.randn(rows, shape.n, device=device)
@@ -94,12 +113,18 @@ class Operands:
         """Call the product in `ops`: kernels/gemv or its twin."""
         end = self.shape.end
         if end == "plain":
-            return ops.linear(self.x, product, **tile)
+            return ops.linear(self.x, product, LOGITS, **tile)
         if end == "gated":
             return ops.norm_linear_silu(self.rows, product, **tile)
         if end == "heads":
             return ops.norm_linear_heads(self.rows, product, self.places, **tile)
         return ops.linear_add(self.x, product, self.residual, self.norm, EPS, **tile)
+
+    def run_cublas(self, product: Product) -> Tensor:
+        """The product alone."""
+        if self.shape.end == "plain":
+            return torch.mm(self.x, product.weight_NK.t(), out_dtype=LOGITS)
+        return torch_linear(self.x, product.weight_NK)
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Everything that a call wrote."""
@@ -137,13 +162,17 @@ def timed(call: Callable[[int], Any], calls: int) -> float:
 
 def wanted_of(shape: Shape, rows: int, product: Product) -> list[Tensor]:
     """What the reference writes, from fp32 sums."""
-    operands = Operands(shape, rows, "cuda", product.weight_NK.dtype)
+    operands = Operands(
+        shape, rows, "cuda", product.weight_NK.dtype, square_counts(shape, rows)[-1]
+    )
     return operands.outputs(operands.run(gemv, product))
 
 
 def error_of(wanted: list[Tensor], shape: Shape, rows: int, product: Product, tile: Tile) -> float:
     """Largest relative error of what the product writes."""
-    operands = Operands(shape, rows, "cuda", product.weight_NK.dtype)
+    operands = Operands(
+        shape, rows, "cuda", product.weight_NK.dtype, square_counts(shape, rows)[-1]
+    )
     found = operands.outputs(operands.run(gemv_triton, product, tile=tile))
     pairs = [(x.float(), y.float()) for x, y in zip(wanted, found, strict=True)]
     return max(float((x - y).norm() / x.norm()) for x, y in pairs)
@@ -157,19 +186,19 @@ def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, A
     ]
     calls = len(weights) * max(1, round(24 / len(weights)))
     for rows in rows_list:
-        operands = Operands(shape, rows, "cuda", torch.bfloat16)
+        operands = Operands(shape, rows, "cuda", torch.bfloat16, square_counts(shape, rows)[0])
 
         def product(i: int) -> Product:
             return Product(weights[i % len(weights)], None)
 
-        x = operands.x
         wanted = wanted_of(shape, rows, product(0))
-        yield rows, "cublas", None, timed(lambda i: torch_linear(x, product(i).weight_NK), calls)  # noqa: B023
+        yield rows, "cublas", None, timed(lambda i: operands.run_cublas(product(i)), calls)  # noqa: B023
         for tile in candidates(shape.n, shape.k, rows):
             try:
                 wrong = error_of(wanted, shape, rows, product(0), tile)
                 if not wrong < TOLERANCE:
                     print(f"WRONG {shape} {rows} {tuple(tile)}: relative error {wrong:.2g}")
+                    continue
                 took = timed(
                     lambda i: operands.run(gemv_triton, product(i), tile=tile),  # noqa: B023
                     calls,
@@ -180,14 +209,12 @@ def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, A
             yield rows, "own", tile, took
 
 
+Job = tuple[Shape, Tile, int]
+
+
 def compile_all(shapes: list[Shape], rows_list: list[int], workers: int) -> None:
     """Fill Triton's cache from many processes, none of which touches the GPU."""
-    jobs = {
-        (shape, tile._replace(is_dependent=True))
-        for shape in shapes
-        for rows in rows_list
-        for tile in candidates(shape.n, shape.k, rows)
-    }
+    jobs = list(dict.fromkeys(x for rows in rows_list for x in _jobs(shapes, rows)))
     begin = time.monotonic()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -195,12 +222,23 @@ def compile_all(shapes: list[Shape], rows_list: list[int], workers: int) -> None
     print(f"compiled {len(jobs)} tiles in {time.monotonic() - begin:.1f} s; {failed[:4]}")
 
 
-def _compile(job: tuple[Shape, Tile]) -> str | None:
-    shape, tile = job
+def _jobs(shapes: list[Shape], rows: int) -> Iterator[Job]:
+    """Everything that the products alone and the stacks launch."""
+    for shape in shapes:
+        for tile in candidates(shape.n, shape.k, rows):
+            for variant in variants(tile) if shape.end != "plain" else [tile]:
+                for num_squares in square_counts(shape, rows):
+                    yield shape, variant, num_squares
+                if shape.end == "added" and shape.k > shape.n:  # the last layer's share
+                    yield replace(shape, end="plain"), variant, 1
+
+
+def _compile(job: Job) -> str | None:
+    shape, tile, num_squares = job
     try:
         with CompileOnly():
             rows = 1 if tile.block_t == 1 else 8
-            operands = Operands(shape, rows, "cpu", torch.bfloat16)
+            operands = Operands(shape, rows, "cpu", torch.bfloat16, num_squares)
             weight = torch.empty(shape.n, shape.k, dtype=torch.bfloat16)
             operands.run(gemv_triton, Product(weight, None), tile=tile)
     except Exception as error:
@@ -216,6 +254,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--json", type=Path, help="every timing")
     parser.add_argument("--write", action="store_true", help="update the table of the repository")
+    parser.add_argument("--table", type=Path, help="with --write: another file for the table")
     options = parser.parse_args()
     begin = time.monotonic()
     shapes = [x for name in options.models.split(",") for x in MODELS[name]]
@@ -226,7 +265,7 @@ def main() -> None:
     for shape in shapes:
         for rows, who, tile, took in time_shape(shape, rows_list):
             found.append((str(shape), rows, who, tile, took))
-            if time.monotonic() - begin > options.seconds / 2:
+            if time.monotonic() - begin > 0.6 * options.seconds:
                 break
     print(f"{time.monotonic() - begin:.1f} s for {len(found)} timings")
     report(shapes, rows_list, found)
@@ -238,7 +277,7 @@ def main() -> None:
         time_stacks(name, rows_list, found if options.write else [], begin + options.seconds)
         print(f"{time.monotonic() - begin:.1f} s")
         if options.write:
-            gemv_table.FILE.write_text(table_text())
+            (options.table or gemv_table.FILE).write_text(table_text())
 
 
 def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
@@ -282,25 +321,34 @@ def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -
     """Choose among the best tiles of each product by the time of the whole stack."""
     residual, rotation, inputs = stack.inputs(rows)
     known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
-    for shape in MODELS[name][:4]:
-        here = [x for x in found if x[:2] == (str(shape), rows)]
+    shapes = [str(x) for x in MODELS[name][:4]]
+
+    def time_with(choices: dict[str, Any]) -> float:
+        for shape, choice in choices.items():
+            known.setdefault(shape, {})[str(rows)] = choice
+        stack.forget()
+        return timed(lambda _: stack.run(residual, rotation, inputs, True), 1)
+
+    best = {x: known.get(x, {}).get(str(rows), "cublas") for x in shapes}
+    least = time_with(best)
+    for shape in shapes:
+        here = [x for x in found if x[:2] == (shape, rows)]
         own = sorted((x for x in here if x[2] == "own"), key=lambda x: x[4])
         cublas = min((x[4] for x in here if x[2] == "cublas"), default=0.0)
         # cuBLAS needs kernels beside it that are part of ours.
-        choices = [x[3] for x in own[:best_of] if x[4] < 1.5 * cublas]
-        if not choices or own[0][4] > 0.7 * cublas:
-            choices.append("cublas")
-        tried = []
-        for choice in choices:
-            known.setdefault(str(shape), {})[str(rows)] = choice
-            stack.forget()
-            took = timed(lambda _: stack.run(residual, rotation, inputs, True), 1)
-            tried.append((took, choice))
+        choices: list[Any] = [x[3] for x in own[:best_of] if x[4] < 1.5 * cublas]
+        choices = [y for x in choices for y in variants(x)]
+        choices.append("cublas")
+        tried = [(least, best[shape])]
+        tried += [(time_with({shape: x}), x) for x in choices if x != best[shape]]
         tried.sort(key=lambda x: x[0])
-        known[str(shape)][str(rows)] = tried[0][1]
-        stack.forget()
+        least, best[shape] = tried[0]
+        time_with(best)
         shown = [f"{x:.0f} {'cublas' if y == 'cublas' else _short(y)}" for x, y in tried]
         print(f"   {rows} {shape}: {', '.join(shown)}")
+    # A lone product of cuBLAS between fused ones may look bad where all of them would not.
+    if time_with(dict.fromkeys(shapes, "cublas")) > least:
+        time_with(best)
 
 
 VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, True))
@@ -318,8 +366,9 @@ def launched(is_dependent: bool) -> Iterator[None]:
         gemv_triton._launch = launch
 
 
-def _short(tile: Tile) -> str:
-    rest = f"w{tile.warps}d{tile.depth}s{tile.splits}a{tile.ahead}"
+def _short(tile: Any) -> str:
+    tile = Tile(*tile)
+    rest = f"w{tile.warps}d{tile.depth}s{tile.splits}{'+' * tile.is_apart}a{tile.ahead}"
     return f"{tile.kind}{tile.block_t}.{tile.block_n}.{tile.block_k}.{rest}"
 
 

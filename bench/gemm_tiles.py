@@ -12,6 +12,112 @@ from triton.runtime import driver
 from paceline.kernels import gemv_triton
 from paceline.kernels.gemv_table import Tile
 
+# By how many rows and outputs: (rows, outputs, inputs, warps, stages, splits, shares summed apart).
+# Chosen so that a product fills 132 multiprocessors about once, by one program of up to 227 KiB or
+# two of half that, and checked to compile for them without spills.
+# Outputs: "wide" beyond 16384 (gate and up: half of each), "deep" few from many inputs.
+Cuts = tuple[tuple[int, int, int, int, int, int, bool], ...]
+FEW: dict[str, Cuts] = {
+    "wide": (
+        (0, 128, 64, 4, 5, 1, False),
+        (0, 256, 64, 8, 5, 1, False),
+    ),
+    "middle": (
+        (0, 64, 128, 4, 6, 1, False),
+        (0, 64, 128, 4, 4, 2, False),
+        (0, 128, 128, 4, 4, 2, False),
+    ),
+    "narrow": (
+        (0, 64, 128, 4, 6, 2, False),
+        (0, 64, 128, 4, 4, 4, False),
+        (0, 64, 128, 4, 4, 4, True),
+    ),
+    "deep": (
+        (0, 64, 128, 4, 6, 2, False),
+        (0, 64, 128, 4, 4, 4, False),
+        (0, 64, 128, 4, 4, 4, True),
+        (0, 128, 128, 4, 4, 4, True),
+    ),
+}
+CUTS: dict[int, dict[str, Cuts]] = {
+    16: FEW,
+    32: FEW,
+    64: {
+        "wide": (
+            (64, 128, 64, 4, 4, 1, False),
+            (64, 256, 64, 8, 5, 1, False),
+            (64, 256, 64, 4, 5, 1, False),
+        ),
+        "middle": (
+            (64, 64, 128, 4, 6, 1, False),
+            (64, 64, 64, 4, 6, 2, False),
+            (64, 128, 64, 4, 8, 2, False),
+        ),
+        "narrow": (
+            (64, 64, 128, 4, 6, 2, False),
+            (64, 64, 128, 4, 6, 2, True),
+            (64, 64, 64, 4, 6, 4, True),
+            (64, 128, 64, 4, 8, 4, True),
+        ),
+        "deep": (
+            (64, 64, 128, 4, 6, 2, True),
+            (64, 64, 64, 4, 6, 4, True),
+            (64, 128, 64, 4, 8, 4, True),
+            (64, 128, 128, 4, 4, 4, True),
+        ),
+    },
+    128: {
+        "wide": (
+            (128, 256, 64, 8, 4, 1, False),
+            (128, 128, 64, 4, 3, 1, False),
+            (128, 128, 64, 8, 3, 1, False),
+        ),
+        "middle": (
+            (64, 128, 64, 8, 7, 1, False),
+            (128, 64, 64, 8, 8, 1, False),
+            (128, 64, 64, 8, 4, 2, False),
+            (128, 128, 64, 8, 6, 2, False),
+        ),
+        "narrow": (
+            (128, 64, 64, 8, 8, 2, False),
+            (128, 64, 64, 8, 8, 2, True),
+            (64, 128, 64, 4, 8, 2, True),
+            (128, 128, 64, 8, 6, 4, True),
+        ),
+        "deep": (
+            (128, 128, 64, 8, 6, 4, True),
+            (128, 128, 128, 8, 3, 4, True),
+            (128, 256, 64, 8, 4, 8, True),
+            (128, 128, 64, 4, 3, 8, True),
+        ),
+    },
+    256: {
+        "wide": (
+            (256, 128, 64, 8, 4, 1, False),
+            (128, 256, 64, 8, 4, 1, False),
+            (128, 128, 64, 4, 3, 1, False),
+        ),
+        "middle": (
+            (128, 128, 64, 8, 6, 1, False),
+            (256, 64, 64, 8, 5, 1, False),
+            (128, 64, 64, 8, 4, 1, False),
+            (128, 128, 64, 8, 3, 2, False),
+        ),
+        "narrow": (
+            (128, 128, 64, 8, 6, 2, False),
+            (128, 128, 64, 8, 6, 2, True),
+            (256, 128, 64, 8, 4, 4, True),
+        ),
+        "deep": (
+            (256, 128, 64, 8, 4, 4, True),
+            (128, 256, 64, 8, 4, 4, True),
+            (128, 128, 64, 8, 6, 2, True),
+            (128, 128, 64, 8, 3, 4, True),
+        ),
+    },
+}  # fmt: skip
+AHEAD = 512
+
 
 def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
     """Tiles worth a try for `rows` rows of an n x k weight."""
@@ -27,7 +133,14 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
             if block_n == 4 or n > 4096:
                 yield Tile("fma", 1, block_n, block_k, warps, depth)
     else:
-        yield from _large(n, k, rows)
+        yield from _few_large(n, rows)
+        if rows >= 16:
+            yield from _many_large(n, k, rows)
+
+
+def variants(tile: Tile) -> list[Tile]:
+    """The same tile with and without weights that are pulled ahead: only a chain can tell."""
+    return [tile, tile._replace(ahead=0)] if tile.kind == "tma" and tile.ahead else [tile]
 
 
 def _small(n: int, k: int, rows: int) -> Iterator[Tile]:
@@ -39,6 +152,9 @@ def _small(n: int, k: int, rows: int) -> Iterator[Tile]:
             cuts = ((4, 1), (4, 2), (4, 4)) if k == n or k > n else ((2, 1), (4, 1), (8, 2))
         for block_n, warps in cuts:
             yield Tile("fma", 1, block_n, width, warps, 1)
+        return
+    if rows > 64:
+        yield from _many_small(n, k, rows)
         return
     for warps in (2, 4) if k < 1024 else (4, 8):
         depth = -(-k // (32 * warps))
@@ -53,25 +169,42 @@ def _small(n: int, k: int, rows: int) -> Iterator[Tile]:
         yield Tile("dot", rows, 32 if n < 16384 else 64, 64, 4, 4, 1, k)
 
 
-def _large(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """(outputs, warps, chunks in flight, inputs pulled ahead); then tiles in shared memory."""
+def _many_small(n: int, k: int, rows: int) -> Iterator[Tile]:
+    if n > 16384:
+        yield Tile("tma", 128, 128, 64, 8, 4, 1, k)
+        return
+    stages = min(9, k // 64)
+    wide = 64 if n > 1024 else 32
+    yield Tile("tma", 64, wide, 64, 4, stages, 1, k)
+    yield Tile("tma", 64, wide // 2, 64, 4, stages, 1, k)
+    if n > 1024:
+        yield Tile("tma", 128, 64, 64, 8, min(stages, 8), 1, k)
+    elif k > 1024:
+        yield Tile("tma", 64, 32, 64, 4, stages, 2, k // 2)
+        yield Tile("tma", 64, 64, 64, 4, stages, 4, k // 4)
+    warps = 2 if k < 1024 else 8
+    yield Tile("mma", 16, 16, 32, warps, -(-k // (32 * warps)))
+
+
+def _few_large(n: int, rows: int) -> Iterator[Tile]:
+    """(outputs, warps, chunks in flight, inputs pulled ahead) of tiles straight from memory."""
     cuts = {
         8: ((16, 4, 4, 0), (16, 8, 4, 0), (16, 8, 2, 0), (32, 4, 4, 0), (16, 8, 4, 4096)),
-        16: ((16, 4, 4, 0), (16, 8, 3, 0), (32, 4, 3, 0), (32, 8, 2, 0)),
-        32: ((16, 8, 2, 0), (32, 4, 2, 0), (32, 8, 1, 0)),
-        64: (),
-    }[rows]
+        16: ((16, 8, 3, 0), (32, 4, 3, 0)),
+        32: ((16, 8, 2, 0), (32, 4, 2, 0)),
+    }.get(rows, ())
     for block_n, warps, depth, ahead in cuts:
         if (not ahead or n < 16384) and (block_n == 16 or n > 4096):
             yield Tile("mma", rows, block_n, 32, warps, depth, 1, ahead)
-    if rows < 32:
-        return
-    if n < 16384:
-        yield Tile("dot", rows, 64, 128, 4, 4, 1, 512)
-        yield Tile("dot", rows, 64, 128, 4, 4, 2, 512)
-    else:
-        yield Tile("dot", rows, 128, 64, 4, 5, 1, 512)
-        yield Tile("dot", rows, 128, 64, 4, 5, 1, 0)
+
+
+def _many_large(n: int, k: int, rows: int) -> Iterator[Tile]:
+    """Tiles that the copy engine brings."""
+    few = "deep" if k > 8192 else "narrow"
+    width = "wide" if n > 16384 else "middle" if n > 4096 else few
+    for block_t, block_n, block_k, warps, depth, splits, is_apart in CUTS[rows][width]:
+        cut = (block_t or rows, block_n, block_k, warps, depth, splits)
+        yield Tile("tma", *cut, ahead=AHEAD, is_apart=is_apart)
 
 
 class _NoGpu:
@@ -106,7 +239,8 @@ class CompileOnly:
     def __enter__(self) -> Self:
         driver.set_active(_NoGpu())
         self._kernels = {
-            x: getattr(gemv_triton, x) for x in ("fma_kernel", "mma_kernel", "dot_kernel")
+            x: getattr(gemv_triton, x)
+            for x in ("fma_kernel", "mma_kernel", "dot_kernel", "tma_kernel", "sum_kernel")
         }
         for name, kernel in self._kernels.items():
             setattr(gemv_triton, name, _Warm(kernel))

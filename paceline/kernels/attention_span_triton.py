@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
-from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, span_rows
+from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, SHORT, STRETCH, span_rows
 from paceline.kernels.triton_chain import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
@@ -75,8 +75,10 @@ def attend_spans(
         num_stages=tiles.num_stages,
         **dependent(),
     )
-    _merge_kernel[(len(qkv_TD), num_kv_heads)](
-        *(out_TD, sums, states, work.merge_T4, partial_rows),
+    # Among prompts few entries have anything to merge: a program looks at several.
+    at_once = 1 if (batch.max_query_len or len(qkv_TD)) <= SHORT else 8
+    _merge_kernel[(triton.cdiv(len(qkv_TD), at_once), num_kv_heads)](
+        *(out_TD, sums, states, work.merge_T4, partial_rows, len(qkv_TD)),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD=head_size,
@@ -84,6 +86,7 @@ def attend_spans(
         PADDED=padded_size,
         BLOCKS=STRETCH // BLOCK,
         FINE_SPANS=MOST_BLOCKS,
+        ENTRIES=at_once,
         num_warps=4,
         **dependent(),
     )
@@ -281,13 +284,14 @@ def _merge(top, total, result, other_top, other_total, other_result):
     return new_top, total, result
 
 
-@triton.jit(do_not_specialize=["partial_rows"])
+@triton.jit(do_not_specialize=["partial_rows", "num_entries"])
 def _merge_kernel(  # noqa: PLR0913
     out_TD,
     sums_ENRH,
     states_ENR2,
     merge_T4,
     partial_rows,
+    num_entries,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
@@ -295,47 +299,79 @@ def _merge_kernel(  # noqa: PLR0913
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     FINE_SPANS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Partial results of one entry and KV head into its output; zeros where nobody owns it."""
+    """Partial results of entries and a KV head into their outputs; zeros where nobody owns one."""
     wait_for_input(IS_DEPENDENT)
-    entry, head = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(0) * ENTRIES
+    entry = first + tl.arange(0, ENTRIES)
+    num_spans = tl.load(merge_T4 + entry * 4 + 1, mask=entry < num_entries, other=0)
+    if tl.max(tl.abs(num_spans), 0) > 0:
+        for i in range(ENTRIES):
+            _merge_entry(
+                *(out_TD, sums_ENRH, states_ENR2, merge_T4, partial_rows, num_entries),
+                *(first + i, tl.program_id(1)),
+                *(KV_HEADS, GROUP, HEAD, PADDED_GROUP, PADDED, BLOCKS, FINE_SPANS),
+            )
+
+
+@triton.jit
+def _merge_entry(  # noqa: PLR0913
+    out_TD,
+    sums_ENRH,
+    states_ENR2,
+    merge_T4,
+    partial_rows,
+    num_entries,
+    entry,
+    head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FINE_SPANS: tl.constexpr,
+):
     merge_at = merge_T4 + entry * 4
-    num_spans = tl.load(merge_at + 1)
-    if num_spans == 0:
-        return
-    first, is_fine, first_row = tl.load(merge_at), tl.load(merge_at + 2), tl.load(merge_at + 3)
-    row = tl.arange(0, PADDED_GROUP)
-    column = tl.arange(0, PADDED)
-    inside = (row < GROUP)[:, None] & (column < HEAD)[None, :]
-    stride = KV_HEADS * partial_rows
-    place = first.to(tl.int64) * stride + head * partial_rows + first_row + row
-    state_at = states_ENR2 + place * 2
-    sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
-    is_row = row < GROUP
-    top, total, result = _nothing(PADDED_GROUP, PADDED)
-    if is_fine == 0:
-        for stretch in range(0, num_spans, FINE_SPANS):
-            # Unrolled, so that many loads are on their way at once.
-            for i in tl.static_range(FINE_SPANS):
-                top, total, result = _merge(
-                    *(top, total, result),
-                    *_load_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, HEAD),
-                )
-    else:
-        for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
-            run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
-            for i in tl.static_range(BLOCKS):
-                run_top, run_total, run_result = _merge(
-                    *(run_top, run_total, run_result),
-                    *_load_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, HEAD),
-                )
-            top, total, result = _merge(top, total, result, run_top, run_total, run_result)
-    result /= tl.where(total == 0.0, 1.0, total)[:, None]
-    width = KV_HEADS * GROUP * HEAD
-    out_at = out_TD + entry.to(tl.int64) * width + head * GROUP * HEAD
-    out_at += row[:, None] * HEAD + column[None, :]
-    tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
+    exists = entry < num_entries
+    num_spans = tl.load(merge_at + 1, mask=exists, other=0)
+    if num_spans != 0:
+        first, is_fine, first_row = tl.load(merge_at), tl.load(merge_at + 2), tl.load(merge_at + 3)
+        row = tl.arange(0, PADDED_GROUP)
+        column = tl.arange(0, PADDED)
+        inside = (row < GROUP)[:, None] & (column < HEAD)[None, :]
+        stride = KV_HEADS * partial_rows
+        place = first.to(tl.int64) * stride + head * partial_rows + first_row + row
+        state_at = states_ENR2 + place * 2
+        sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
+        is_row = row < GROUP
+        top, total, result = _nothing(PADDED_GROUP, PADDED)
+        if is_fine == 0:
+            for stretch in range(0, num_spans, FINE_SPANS):
+                # Unrolled, so that many loads are on their way at once.
+                for i in tl.static_range(FINE_SPANS):
+                    span = stretch + i
+                    top, total, result = _merge(
+                        *(top, total, result),
+                        *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
+                    )
+        else:
+            for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
+                run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
+                for i in tl.static_range(BLOCKS):
+                    span = stretch + i
+                    run_top, run_total, run_result = _merge(
+                        *(run_top, run_total, run_result),
+                        *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
+                    )
+                top, total, result = _merge(top, total, result, run_top, run_total, run_result)
+        result /= tl.where(total == 0.0, 1.0, total)[:, None]
+        width = KV_HEADS * GROUP * HEAD
+        out_at = out_TD + entry.to(tl.int64) * width + head * GROUP * HEAD
+        out_at += row[:, None] * HEAD + column[None, :]
+        tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,12 +1,15 @@
 """The products of chosen experts on the GPU; twin of kernels/experts.
 
-Two products by expert over the rows that chose it, then a sum by row; no float atomics. Few rows:
-one program per expert and block of outputs finds its rows by itself. Many: they are counted and
-laid out in blocks by expert first, on the device. An entry is one choice of one row.
+Two products by expert over the rows that chose it, then a sum by row; no float atomics. Weights are
+the left operand and rows the right one: a row is a column of the matrix unit, whose sums depend on
+nothing but it. Few rows: a tile has room for all of them, and a program finds out by itself which
+experts are in use. Many: rows are laid out in blocks by expert first (experts_layout_triton). An
+entry is one choice of one row, which chooses an expert once at most.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,30 +18,35 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.experts import ExpertWeights
+from paceline.kernels.experts_layout_triton import Blocks, lay_out
 from paceline.kernels.triton_chain import dependent, wait_for_input
 
-FEW_ROWS = 64  # up to here every program looks through all entries
-SCANNED = 64  # entries that it looks at at once
-COUNTED = 1024  # the same, where entries are laid out
+FEW_ROWS = 64  # up to here one tile has all rows of a step
 
 
-class ExpertTiles(NamedTuple):
-    """How a product is cut: by type and by few or many rows, never by the batch."""
+class ExpertTile(NamedTuple):
+    """How one product is cut. No sum depends on `rows`: more of them are more columns."""
 
     rows: int
-    gate_up: int  # inner values of a program; it reads the rows of gate and of up
-    down: int  # outputs of a program
+    outputs: int  # rows of weights of a program; of a gated product, gate and up by halves
     inputs: int  # at once
     num_warps: int
     num_stages: int
+    per_sm: int = 2  # programs that a multiprocessor has room for
+    is_turned: bool = False  # programs begin at different inputs, lest all want the same ones
+    ahead: int = 0  # inputs of every output that are asked for while the kernel in front still runs
 
 
-def expert_tiles(dtype: torch.dtype, *, is_few: bool) -> ExpertTiles:
+def expert_tile(dtype: torch.dtype, num_rows: int, *, is_gated: bool) -> ExpertTile:
+    """By the number of rows of a step. Both products of many rows have blocks of as many."""
+    is_few = num_rows <= FEW_ROWS
+    rows = max(16, triton.next_power_of_2(num_rows)) if is_few else 128
     if dtype == torch.float32:  # no tensor cores: small tiles, for tests and tiny models
-        return ExpertTiles(16 if is_few else 32, 32, 32, 32, 4, num_stages=2)
+        return ExpertTile(min(rows, 64), 32, 32, 4, num_stages=2)
     if is_few:
-        return ExpertTiles(16, 32, 32, 128, 4, num_stages=4)
-    return ExpertTiles(64, 64, 128, 64, 4, num_stages=3)
+        ahead = 0 if is_gated else 256
+        return ExpertTile(rows, 64, 128, 4, num_stages=4 if rows <= 32 else 3, ahead=ahead)
+    return ExpertTile(rows, 128, 64, 8, num_stages=6, per_sm=1, ahead=0 if is_gated else 512)
 
 
 def apply_experts(
@@ -53,14 +61,14 @@ def apply_experts(
     num_experts, width, inner = down_EHI.shape
     x_TD = x_TD.to(down_EHI.dtype)
     num_rows, num_chosen = chosen_TK.shape
+    gated, plain = (expert_tile(x_TD.dtype, num_rows, is_gated=x) for x in (True, False))
     rows: Tensor | Blocks = chosen_TK
     if num_rows > FEW_ROWS:
-        tiles = expert_tiles(x_TD.dtype, is_few=False)
-        rows = lay_out(chosen_TK, num_experts, tiles.rows)
+        rows = lay_out(chosen_TK, num_experts, gated.rows)
     inner_PI = x_TD.new_empty(chosen_TK.numel(), inner)
     share_PD = x_TD.new_empty((chosen_TK.numel(), width), dtype=torch.float32)
-    _multiply_rows(x_TD, rows, None, gate_up_EIH, inner_PI, num_chosen)
-    _multiply_rows(inner_PI, rows, weight_TK, down_EHI, share_PD, 1)
+    multiply_rows(x_TD, rows, num_chosen, None, gate_up_EIH, inner_PI, gated)
+    multiply_rows(inner_PI, rows, num_chosen, weight_TK, down_EHI, share_PD, plain)
     out_TD = x_TD.new_empty((num_rows, width), dtype=out_dtype)
     block = min(triton.next_power_of_2(width), 1024)
     _sum_kernel[(num_rows, triton.cdiv(width, block))](
@@ -76,131 +84,143 @@ def apply_experts(
     return out_TD
 
 
-class Blocks(NamedTuple):
-    """Entries by expert, each expert's in blocks of its own; -1 fills the last one."""
-
-    entry: Tensor  # int32 [blocks * rows]
-    expert: Tensor  # int32 [blocks]
-    num_used: Tensor  # int32 [1]: blocks of this step
-
-
-def lay_out(chosen_TK: Tensor, num_experts: int, rows: int) -> Blocks:
-    """Shapes come from the shapes alone."""
-    num_entries = chosen_TK.numel()
-    most = num_entries // rows + min(num_experts, num_entries)
-
-    def integers(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=chosen_TK.device)
-
-    blocks = Blocks(integers(most * rows), integers(most), integers(1))
-    counts = integers(num_experts)
-    _count_kernel[(num_experts,)](
-        chosen_TK, counts, num_entries, CHUNK=COUNTED, num_warps=4, **dependent()
-    )
-    _place_kernel[(num_experts,)](
-        *(chosen_TK, counts, *blocks, num_entries, num_experts),
-        EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=rows,
-        CHUNK=COUNTED,
-        num_warps=4,
-        **dependent(),
-    )
-    return blocks
-
-
-def _multiply_rows(
+def multiply_rows(
     x_PK: Tensor,
     rows: Tensor | Blocks,
+    num_chosen: int,
     weight_TK: Tensor | None,
     matrix_ENK: Tensor,
     out_PN: Tensor,
-    share: int,
+    tile: ExpertTile,
 ) -> None:
-    """`rows` are the choices of few rows, or those of many, laid out. Without weights: gated."""
-    tiles = expert_tiles(x_PK.dtype, is_few=isinstance(rows, Tensor))
-    num_outputs = out_PN.shape[1]
-    block = tiles.gate_up if weight_TK is None else tiles.down
-    tensors = (x_PK if weight_TK is None else weight_TK, matrix_ENK, out_PN)
-    shape = {"OUTPUTS": num_outputs, "INPUTS": x_PK.shape[1], "SHARE": share}
-    cut = {"ROWS": tiles.rows, "BLOCK_N": block, "BLOCK_K": tiles.inputs}
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **dependent()}
-    num_blocks = triton.cdiv(num_outputs, block)
+    """`rows` are the choices of few rows, or those of many, laid out. Without weights: gated.
+
+    The second product is launched right behind the first one (see `_begin`).
+    """
+    is_gated, num_inputs = weight_TK is None, x_PK.shape[1]
+    num_blocks = triton.cdiv(out_PN.shape[1], tile.outputs // (2 if is_gated else 1))
+    num_used = min(len(matrix_ENK), rows.numel()) if isinstance(rows, Tensor) else len(rows.expert)
+    grid = (min(num_used * num_blocks, tile.per_sm * _num_sms(x_PK.device)),)
+    tensors = (x_PK if is_gated else weight_TK, matrix_ENK, out_PN, x_PK.stride(0))
+    options = {
+        "OUTPUTS": out_PN.shape[1],
+        "INPUTS": num_inputs,
+        "SHARE": num_chosen if is_gated else 1,
+        "HAS_GATE": is_gated,
+        "ROWS": tile.rows,
+        "BLOCK_M": tile.outputs,
+        "BLOCK_K": tile.inputs,
+        "IS_TURNED": tile.is_turned,
+        "AHEAD": tile.ahead if tile.ahead <= num_inputs and num_inputs % 8 == 0 else 0,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **dependent(),
+    }
     if isinstance(rows, Tensor):
-        _few_kernel[(len(matrix_ENK), num_blocks)](
-            *(x_PK, rows, *tensors, rows.numel(), x_PK.stride(0)),
-            **shape,
-            HAS_GATE=weight_TK is None,
-            **cut,
-            CHUNK=SCANNED,
+        _few_kernel[grid](
+            *(x_PK, rows, *tensors, len(rows)),
+            CHOSEN=num_chosen,
+            PADDED_CHOSEN=triton.next_power_of_2(num_chosen),
+            WORDS=triton.next_power_of_2(triton.cdiv(len(matrix_ENK), 32)),
             **options,
         )
     else:
-        _many_kernel[(num_blocks, len(rows.expert))](
-            *(x_PK, *rows, *tensors, x_PK.stride(0)),
-            **shape,
-            HAS_GATE=weight_TK is None,
-            **cut,
-            **options,
-        )
+        _many_kernel[grid](*(x_PK, *rows, *tensors), **options)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":  # interpreted, or only compiled
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_kernel(  # noqa: PLR0913
     x_PK,
     chosen_P,
     weight_P,
     matrix_ENK,
     out_PN,
-    num_entries,
     x_stride,
+    num_rows,
+    CHOSEN: tl.constexpr,
+    PADDED_CHOSEN: tl.constexpr,
+    WORDS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SHARE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    AHEAD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    wait_for_input(IS_DEPENDENT)
-    expert = tl.program_id(0)
-    # Most programs belong to experts that nobody chose: they end here.
-    for first in range(0, _count_of(expert, chosen_P, num_entries, CHUNK), ROWS):
+    """Programs share out the blocks of outputs of those experts that somebody chose."""
+    if HAS_GATE:
+        wait_for_input(IS_DEPENDENT)
+    row, k = tl.arange(0, ROWS), tl.arange(0, PADDED_CHOSEN)
+    entry_TK = row[:, None] * CHOSEN + k[None, :]
+    is_entry_TK = (row < num_rows)[:, None] & (k < CHOSEN)[None, :]
+    chosen_at = chosen_P + entry_TK
+    chosen_TK = tl.load(chosen_at, mask=is_entry_TK, other=-1, cache_modifier=".cg")
+    is_used_E = _used(tl.reshape(chosen_TK, (ROWS * PADDED_CHOSEN,)), WORDS)
+    # Number n of those in use is behind all places where no more than n are reached.
+    reached_E = tl.cumsum(is_used_E, 0)
+    blocks: tl.constexpr = (OUTPUTS * (HAS_GATE + 1) + BLOCK_M - 1) // BLOCK_M
+    num_items = tl.sum(is_used_E, 0) * blocks
+    if not HAS_GATE:
+        item = tl.program_id(0)
+        expert = tl.sum((reached_E <= item // blocks).to(tl.int32), 0)
+        _begin(
+            matrix_ENK,
+            expert,
+            item % blocks,
+            item < num_items,
+            OUTPUTS,
+            INPUTS,
+            BLOCK_M,
+            AHEAD,
+            IS_DEPENDENT,
+        )
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        expert = tl.sum((reached_E <= item // blocks).to(tl.int32), 0)
         _multiply(
             x_PK,
-            _entries_of(expert, chosen_P, num_entries, first, ROWS, CHUNK),
+            tl.max(tl.where(chosen_TK == expert, entry_TK, -1), 1),
             weight_P,
             matrix_ENK,
             out_PN,
             expert,
-            tl.program_id(1),
+            item % blocks,
             x_stride,
             OUTPUTS,
             INPUTS,
             SHARE,
             HAS_GATE,
             ROWS,
-            BLOCK_N,
+            BLOCK_M,
             BLOCK_K,
+            IS_TURNED,
+            "evict_first",  # nobody else reads these weights in this step
         )
 
 
 @triton.jit
-def _entries_of(expert, chosen_P, num_entries, first, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Entries number first … first + ROWS - 1 of an expert; -1 where it has no more."""
-    wanted = first + tl.arange(0, ROWS)
-    found = tl.full((ROWS,), -1, dtype=tl.int32)
-    count = 0
-    for start in range(0, num_entries, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
-        chosen = tl.load(chosen_P + entry, mask=entry < num_entries, other=-1)
-        is_its = (chosen == expert).to(tl.int32)
-        number = count + tl.cumsum(is_its, 0) - 1
-        is_found = (is_its > 0)[None, :] & (number[None, :] == wanted[:, None])
-        found = tl.maximum(found, tl.max(tl.where(is_found, entry[None, :], -1), 1))
-        count += tl.sum(is_its, 0)
-    return found
+def _used(chosen_P, WORDS: tl.constexpr):
+    """1 for every expert that somebody chose, else 0: found as bits of words."""
+    word = tl.arange(0, WORDS)[None, :]
+    is_here = (chosen_P[:, None] // 32 == word) & (chosen_P >= 0)[:, None]
+    bit_PW = tl.where(is_here, 1 << (chosen_P % 32)[:, None], 0)
+    word_W = tl.reduce(bit_PW, 0, _or)
+    return tl.reshape((word_W[:, None] >> tl.arange(0, 32)[None, :]) & 1, (WORDS * 32,))
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit
@@ -218,31 +238,86 @@ def _many_kernel(  # noqa: PLR0913
     SHARE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    AHEAD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
+    if HAS_GATE:
+        wait_for_input(IS_DEPENDENT)
+    blocks: tl.constexpr = (OUTPUTS * (HAS_GATE + 1) + BLOCK_M - 1) // BLOCK_M
+    num_items = tl.load(block_count, cache_modifier=".cg") * blocks
+    if not HAS_GATE:
+        item = tl.program_id(0)
+        is_item = item < num_items
+        expert_at = block_expert + item // blocks
+        _begin(
+            matrix_ENK,
+            tl.load(expert_at, mask=is_item, other=0, cache_modifier=".cg"),
+            item % blocks,
+            is_item,
+            OUTPUTS,
+            INPUTS,
+            BLOCK_M,
+            AHEAD,
+            IS_DEPENDENT,
+        )
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        block = item // blocks
+        _multiply(
+            x_PK,
+            tl.load(block_entry + block * ROWS + tl.arange(0, ROWS)),
+            weight_P,
+            matrix_ENK,
+            out_PN,
+            tl.load(block_expert + block),
+            item % blocks,
+            x_stride,
+            OUTPUTS,
+            INPUTS,
+            SHARE,
+            HAS_GATE,
+            ROWS,
+            BLOCK_M,
+            BLOCK_K,
+            IS_TURNED,
+            "",
+        )
+
+
+@triton.jit
+def _begin(  # noqa: PLR0913
+    matrix_ENK,
+    expert,
+    block,
+    is_item,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Ask for weights of the second product, and wait for the first one.
+
+    Who chose which expert was known before the first one began: it has waited for that, in all its
+    programs, before this kernel could be launched. So it may be read before the wait; not from a
+    cache of this multiprocessor, though (.cg), which may be older.
+    """
+    if IS_DEPENDENT and AHEAD > 0 and is_item:
+        row = tl.minimum(block * BLOCK_M + tl.arange(0, BLOCK_M), OUTPUTS - 1)
+        at = matrix_ENK + expert.to(tl.int64) * OUTPUTS * INPUTS + row * INPUTS
+        at = at[:, None] + tl.arange(0, 2)[None, :] * (AHEAD // 2)
+        size: tl.constexpr = AHEAD // 2 * matrix_ENK.dtype.element_ty.primitive_bitwidth // 8
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [at.to(tl.int64, bitcast=True), tl.full(at.shape, size, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     wait_for_input(IS_DEPENDENT)
-    block = tl.program_id(1)
-    if block >= tl.load(block_count):
-        return
-    _multiply(
-        x_PK,
-        tl.load(block_entry + block * ROWS + tl.arange(0, ROWS)),
-        weight_P,
-        matrix_ENK,
-        out_PN,
-        tl.load(block_expert + block),
-        tl.program_id(0),
-        x_stride,
-        OUTPUTS,
-        INPUTS,
-        SHARE,
-        HAS_GATE,
-        ROWS,
-        BLOCK_N,
-        BLOCK_K,
-    )
 
 
 @triton.jit
@@ -253,104 +328,62 @@ def _multiply(  # noqa: PLR0913
     matrix_ENK,
     out_PN,
     expert,
-    column_block,
+    block,
     x_stride,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SHARE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """Some outputs of the entries' rows: gated, or times the entries' weights.
 
-    SHARE entries lie behind each other for every row of x.
+    SHARE entries lie behind each other for every row of x. A tile of a gated product has eight rows
+    of gate and the eight of up that belong to them in turn: one thread then holds both sums.
     """
     is_row = entry >= 0
     row = tl.maximum(entry, 0).to(tl.int64)
-    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < OUTPUTS
     x_at = x_PK + row // SHARE * x_stride
-    num_matrix_rows: tl.constexpr = 2 * OUTPUTS if HAS_GATE else OUTPUTS
-    first_at = matrix_ENK + expert.to(tl.int64) * num_matrix_rows * INPUTS + column * INPUTS
-    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    up = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    for first in range(0, INPUTS, BLOCK_K):
-        at = first + tl.arange(0, BLOCK_K)
-        is_input = at < INPUTS
-        x_mask = is_row[:, None] & is_input[None, :]
-        x = tl.load(x_at[:, None] + at[None, :], mask=x_mask, other=0.0)
-        mask = is_column[:, None] & is_input[None, :]
-        matrix_at = first_at[:, None] + at[None, :]
-        matrix = tl.load(matrix_at, mask=mask, other=0.0)
-        total = tl.dot(x, tl.trans(matrix), total, input_precision="ieee")
-        if HAS_GATE:
-            matrix = tl.load(matrix_at + OUTPUTS * INPUTS, mask=mask, other=0.0)
-            up = tl.dot(x, tl.trans(matrix), up, input_precision="ieee")
+    is_even: tl.constexpr = INPUTS % BLOCK_K == 0
+    num_outputs: tl.constexpr = BLOCK_M // (HAS_GATE + 1)
+    m = tl.arange(0, BLOCK_M)
+    # Past the last output the last one is computed again, and not stored.
     if HAS_GATE:
-        total = total / (1.0 + tl.exp(-total)) * up
+        column = tl.minimum(block * num_outputs + m // 16 * 8 + m % 8, OUTPUTS - 1)
+        matrix_row = column + m // 8 % 2 * OUTPUTS
     else:
-        total *= tl.load(weight_P + row, mask=is_row, other=0.0)[:, None]
-    out_at = out_PN + row[:, None] * OUTPUTS + column[None, :]
-    tl.store(out_at, total.to(out_PN.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def _count_kernel(chosen_P, count_E, num_entries, CHUNK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    wait_for_input(IS_DEPENDENT)
-    expert = tl.program_id(0)
-    tl.store(count_E + expert, _count_of(expert, chosen_P, num_entries, CHUNK))
-
-
-@triton.jit
-def _count_of(expert, chosen_P, num_entries, CHUNK: tl.constexpr):
-    """How many entries an expert has."""
-    count = tl.zeros((CHUNK,), dtype=tl.int32)
-    for start in range(0, num_entries, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
-        chosen = tl.load(chosen_P + entry, mask=entry < num_entries, other=-1)
-        count += (chosen == expert).to(tl.int32)
-    return tl.sum(count, 0)
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def _place_kernel(  # noqa: PLR0913
-    chosen_P,
-    count_E,
-    block_entry,
-    block_expert,
-    block_count,
-    num_entries,
-    num_experts,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """One program per expert: its blocks come after those of the experts before it."""
-    wait_for_input(IS_DEPENDENT)
-    expert = tl.program_id(0)
-    index = tl.arange(0, EXPERTS)
-    count = tl.load(count_E + index, mask=index < num_experts, other=0)
-    blocks = (count + ROWS - 1) // ROWS
-    first_block = tl.sum(tl.where(index < expert, blocks, 0), 0)
-    num_blocks = tl.sum(tl.where(index == expert, blocks, 0), 0)
-    if expert == 0:
-        tl.store(block_count, tl.sum(blocks, 0))
-    for start in range(0, num_blocks, ROWS):
-        block = start + tl.arange(0, ROWS)
-        tl.store(block_expert + first_block + block, expert, mask=block < num_blocks)
-    out = block_entry + first_block * ROWS
-    number = 0
-    for start in range(0, num_entries, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
-        chosen = tl.load(chosen_P + entry, mask=entry < num_entries, other=-1)
-        is_its = (chosen == expert).to(tl.int32)
-        tl.store(out + number + tl.cumsum(is_its, 0) - 1, entry, mask=is_its > 0)
-        number += tl.sum(is_its, 0)
-    rest = number + tl.arange(0, ROWS)
-    tl.store(out + rest, -1, mask=rest < num_blocks * ROWS)
+        matrix_row = tl.minimum(block * num_outputs + m, OUTPUTS - 1)
+    first_row = expert.to(tl.int64) * (OUTPUTS * (HAS_GATE + 1))
+    matrix_at = matrix_ENK + first_row * INPUTS + matrix_row * INPUTS
+    total = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
+    chunks: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    for i in range(chunks):
+        chunk = i
+        if IS_TURNED:
+            chunk = (i + block) % chunks
+        at = chunk * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        if is_even:
+            matrix = tl.load(matrix_at[:, None] + at, eviction_policy=EVICTION)
+            x = tl.load(x_at[:, None] + at, mask=is_row[:, None], other=0.0)
+        else:
+            matrix = tl.load(matrix_at[:, None] + at, mask=at < INPUTS, other=0.0)
+            x_mask = is_row[:, None] & (at < INPUTS)
+            x = tl.load(x_at[:, None] + at, mask=x_mask, other=0.0)
+        total = tl.dot(matrix, tl.trans(x), total, input_precision="ieee")
+    if HAS_GATE:
+        pairs = tl.reshape(total, (BLOCK_M // 16, 2, 8, ROWS))
+        gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+        total = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (num_outputs, ROWS))
+    else:
+        total *= tl.load(weight_P + row, mask=is_row, other=0.0)[None, :]
+    output = block * num_outputs + tl.arange(0, num_outputs)
+    out_at = out_PN + row[None, :] * OUTPUTS + output[:, None]
+    is_output = is_row[None, :] & (output < OUTPUTS)[:, None]
+    tl.store(out_at, total.to(out_PN.dtype.element_ty), mask=is_output)
 
 
 @triton.jit

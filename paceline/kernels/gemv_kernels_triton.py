@@ -1,7 +1,8 @@
-"""The kernels of gemv_triton: three ways to multiply, all deterministic. Nothing is launched here.
+"""The kernels of gemv_triton: four ways to multiply, all deterministic. Nothing is launched here.
 
 `fma` adds up row after row in registers, `mma` feeds the matrix units straight from memory, `dot`
-through shared memory. All fetch weights before they wait for the kernel in front of them.
+through shared memory, `tma` likewise by the copy engine: for sixteen rows and more. All fetch
+weights before they wait for the kernel in front of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from paceline.kernels.gemv_parts_triton import (
+    ADDED,
     GATED,
     begin,
     deliver,
@@ -324,6 +326,118 @@ def dot_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     early = (constants, early[0], early[1])
     tile = pid_t * num_blocks + pid_n
     deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
+
+
+@triton.jit
+def _in_order(total, total_up, HAS_FEW_ROWS: tl.constexpr, cut):
+    """Sums as [T, N], an up column behind its gate column as `weight_row` has them."""
+    sum_TN = tl.trans(total) if HAS_FEW_ROWS else total
+    if cut.END == GATED:
+        if HAS_FEW_ROWS:
+            pairs = tl.join(sum_TN, tl.trans(total_up))
+        else:
+            pairs = tl.permute(tl.reshape(sum_TN, (cut.BLOCK_T, 2, cut.BLOCK_N // 2)), (0, 2, 1))
+        sum_TN = tl.reshape(pairs, (cut.BLOCK_T, cut.BLOCK_N))
+    return sum_TN
+
+
+@triton.jit(do_not_specialize=["T"])
+def tma_kernel(x_tiles, w_tiles, w_ptr, out_ptr, ends, T, eps, cut):
+    """As `dot_kernel`, through tiles of x and of W as [1 or 2, N, K]: gate rows before up rows."""
+    num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
+    step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
+    chunks: tl.constexpr = (cut.K + step - 1) // step
+    last_turn: tl.constexpr = chunks - (cut.AHEAD + cut.BLOCK_K - 1) // cut.BLOCK_K
+    # Blocks of rows side by side: who comes second finds the weights in the cache.
+    pid_t = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    split = tl.program_id(2)
+    begin(cut)
+    first_row = pid_n * (cut.BLOCK_N // 2 if cut.END == GATED else cut.BLOCK_N)
+    start = split * chunks
+    # Each program begins elsewhere, lest all of them want the same few lines of x at a time.
+    turn = tl.minimum(pid_n * chunks // num_blocks, last_turn)
+    if cut.AHEAD > 0:  # noqa: SIM102
+        if pid_t == 0:
+            pull_to_l2(w_ptr, weight_row(pid_n, cut), (start + turn) * cut.BLOCK_K, cut)
+    constants = load_constants(ends, pid_n, cut)
+    wait(cut)
+    row_T = pid_t * cut.BLOCK_T + tl.arange(0, cut.BLOCK_T)
+    squares = 0.0
+    # What would fill the registers is fetched when the sums are done.
+    has_room: tl.constexpr = cut.BLOCK_T * cut.WIDTH <= cut.WARPS * 32 * 8
+    if cut.SPLITS == 1 and has_room:
+        squares = load_squares(ends, row_T, T, cut)
+    # Matrix units take 64 of one operand at least: few rows of x are their columns. As such they
+    # take no tile of two parts from shared memory, so gate and up are two products.
+    has_few_rows: tl.constexpr = cut.BLOCK_T < 64
+    height: tl.constexpr = cut.BLOCK_N // 2 if has_few_rows and cut.END == GATED else cut.BLOCK_N
+    if has_few_rows:
+        total = tl.zeros((height, cut.BLOCK_T), tl.float32)
+    else:
+        total = tl.zeros((cut.BLOCK_T, height), tl.float32)
+    total_up = total
+    for i in tl.range(0, chunks, num_stages=cut.DEPTH):
+        chunk = i + turn
+        k = (start + tl.where(chunk < chunks, chunk, chunk - chunks)) * cut.BLOCK_K
+        x_TK = x_tiles.load([pid_t * cut.BLOCK_T, k])
+        w_NK = tl.reshape(w_tiles.load([0, first_row, k]), (height, cut.BLOCK_K))
+        if has_few_rows:
+            total = tl.dot(w_NK, tl.trans(x_TK), total, input_precision="ieee")
+            if cut.END == GATED:
+                up_NK = tl.reshape(w_tiles.load([1, first_row, k]), (height, cut.BLOCK_K))
+                total_up = tl.dot(up_NK, tl.trans(x_TK), total_up, input_precision="ieee")
+        else:
+            total = tl.dot(x_TK, tl.trans(w_NK), total, input_precision="ieee")
+    sum_TN = _in_order(total, total_up, has_few_rows, cut)
+    if cut.IS_APART:
+        n = pid_n * cut.BLOCK_N + tl.arange(0, cut.BLOCK_N)[None, :]
+        at = ends.partial + (split * T + row_T).to(tl.int64)[:, None] * cut.N + n
+        tl.store(at, sum_TN, mask=(row_T < T)[:, None] & (n < cut.N))
+    else:
+        operands = ()
+        if cut.SPLITS == 1:
+            operands = load_operands(ends, row_T, pid_n, T, cut)
+            if not has_room:
+                squares = load_squares(ends, row_T, T, cut)
+        early = (constants, operands, squares)
+        tile = pid_t * num_blocks + pid_n
+        deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
+
+
+@triton.jit(do_not_specialize=["T"])
+def sum_kernel(out_ptr, ends, T, cut, BLOCK: tl.constexpr):
+    """Adds up the shares of `tma_kernel` in their order: a row's BLOCK outputs each program.
+
+    Takes no tickets and keeps every multiprocessor busy, where the last of a few large programs
+    would do all of this alone.
+    """
+    row = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    begin(cut)
+    n = pid_n * BLOCK + tl.arange(0, BLOCK)
+    is_in = n < cut.N
+    bias = 0.0
+    norm = 0.0
+    if cut.HAS_BIAS:
+        bias = tl.load(ends.bias + n, mask=is_in, other=0.0).to(tl.float32)
+    if cut.HAS_NORM:
+        norm = tl.load(ends.norm + n, mask=is_in, other=0.0).to(tl.float32)
+    wait(cut)
+    at = row.to(tl.int64) * cut.N + n
+    total = tl.load(ends.partial + at, mask=is_in, other=0.0)
+    for i in tl.static_range(1, cut.SPLITS):
+        total += tl.load(ends.partial + i * (T.to(tl.int64) * cut.N) + at, mask=is_in, other=0.0)
+    total += bias
+    if cut.END == ADDED:
+        total += tl.load(ends.residual + at, mask=is_in, other=0.0)
+        tl.store(ends.residual + at, total, mask=is_in)
+        if cut.HAS_NORM:
+            tl.store(out_ptr + at, total * norm * cut.SHRINK, mask=is_in)
+            num_blocks: tl.constexpr = (cut.N + BLOCK - 1) // BLOCK
+            tl.store(ends.squares_out + row * num_blocks + pid_n, tl.sum(total * total, axis=0))
+    else:
+        tl.store(out_ptr + at, total, mask=is_in)
 
 
 @triton.jit

@@ -13,24 +13,25 @@ from typing import NamedTuple
 import torch
 
 # Row counts of one bucket share a tile, and with it the bits of a row.
-BUCKETS = (1, 8, 16, 32, 64)
+BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+# Above this only what was measured has tiles.
+MOST_ROWS_BY_DEFAULT = 64
 FILE = Path(__file__).with_name("gemv_table.json")
 
 
 class Tile(NamedTuple):
     """How a product is cut into programs: see kernels/gemv_triton."""
 
-    kind: str  # fma, mma, dot: see kernels/gemv_kernels_triton
+    kind: str  # fma, mma, dot, tma: see kernels/gemv_kernels_triton
     block_t: int  # fma: no more rows than this
     block_n: int
     block_k: int  # mma: 32
     warps: int = 4
-    depth: int = 1  # fma, mma: chunks of weights on their way; dot: stages of the pipeline
-    splits: int = 1  # mma, dot: programs that share the inputs of an output
-    ahead: int = (
-        0  # mma, dot: inputs of a weight row that are pulled into the cache before the wait
-    )
+    depth: int = 1  # fma, mma: chunks of weights on their way; dot, tma: stages of the pipeline
+    splits: int = 1  # all but fma: programs that share the inputs of an output
+    ahead: int = 0  # all but fma: inputs of a weight row pulled into the cache before the wait
     is_dependent: bool = True  # launched before the kernel in front has ended
+    is_apart: bool = False  # tma: a kernel of its own adds up the shares of `splits`
 
 
 def bucket_of(num_rows: int) -> int | None:
@@ -46,15 +47,19 @@ def pick_tile(
     bucket = bucket_of(num_rows)
     if bucket is None:
         return None
-    if device.type == "cuda" and dtype != torch.float32:
+    is_measured = device.type == "cuda" and dtype != torch.float32
+    if is_measured:
         known = _table().get(torch.cuda.get_device_name(device), {})
         shape = f"{num_outputs}x{num_inputs}"
         found = known.get(f"{end} {shape}", {}).get(str(bucket))
         if found is not None:
             return None if found == "cublas" else Tile(*found)
-        # Measured on 8B shapes: from here on cuBLAS wins, but for the activation that it leaves.
-        if bucket >= 32 and (end == "plain" or (end != "gated" and num_outputs * num_inputs > 8e6)):
-            return None
+    if bucket > MOST_ROWS_BY_DEFAULT:
+        return None
+    # Measured on 8B shapes: from here on cuBLAS wins, but for the activation that it leaves.
+    is_torchs = end == "plain" or (end != "gated" and num_outputs * num_inputs > 8e6)
+    if is_measured and bucket >= 32 and is_torchs:
+        return None
     return default_tile(num_outputs, num_inputs, bucket, dtype)
 
 

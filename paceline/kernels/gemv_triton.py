@@ -16,15 +16,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.gemv import SHRINK, HeadPlaces, NormedRows, Product
-from paceline.kernels.gemv_kernels_triton import dot_kernel, fma_kernel, mma_kernel, scale_kernel
+from paceline.kernels.gemv_kernels_triton import (
+    dot_kernel,
+    fma_kernel,
+    mma_kernel,
+    scale_kernel,
+    sum_kernel,
+    tma_kernel,
+)
 from paceline.kernels.gemv_parts_triton import ADDED, GATED, HEADS, PLAIN
 from paceline.kernels.gemv_table import Tile, pick_tile
 
 ENDS = ("plain", "gated", "heads", "added")
 _INTERPRETED = triton.knobs.runtime.interpret
 _MOST_TICKETS = 1 << 14
+# Outputs of a row that one program adds up when that is a kernel of its own.
+SUMMED = 1024
 
 
 class Ends(NamedTuple):
@@ -57,6 +67,7 @@ class Cut(NamedTuple):
     SPLITS: Any
     AHEAD: Any
     PARTS: Any
+    IS_APART: Any
     END: Any
     HAS_BIAS: Any
     HAS_NORM: Any
@@ -129,11 +140,13 @@ def linear_add(
 ) -> NormedRows | None:
     num_rows, num_outputs = residual_TD.shape
     tile = tile or _tile(x_TK, product, ADDED)
+    ends = Ends(residual=residual_TD, norm=norm_weight_D)
     out_TD = squares_TP = None
     if norm_weight_D is not None:
         out_TD = x_TK.new_empty(num_rows, num_outputs)
-        squares_TP = residual_TD.new_empty(num_rows, triton.cdiv(num_outputs, tile.block_n))
-    ends = Ends(residual=residual_TD, norm=norm_weight_D, squares_out=squares_TP)
+        width = SUMMED if _is_apart(tile, ends, ADDED) else tile.block_n
+        squares_TP = residual_TD.new_empty(num_rows, triton.cdiv(num_outputs, width))
+    ends = ends._replace(squares_out=squares_TP)
     _multiply(NormedRows(x_TK, None, 0.0), product, out_TD, ends, ADDED, tile)
     return None if out_TD is None else NormedRows(out_TD, squares_TP, eps)
 
@@ -160,14 +173,30 @@ def _multiply(
         assert blocks_t == 1
         fma_kernel[(blocks_n,)](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
         return
+    grid = (blocks_t, blocks_n, tile.splits)
+    is_apart = _is_apart(tile, ends, end)
     if tile.splits > 1:
         assert blocks_n * blocks_t <= _MOST_TICKETS
-        size = blocks_n * blocks_t * tile.splits * tile.block_t * tile.block_n
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        ends = ends._replace(partial=partial, ticket=tickets(x.device))
-    grid = (blocks_t, blocks_n, tile.splits)
-    kernel = mma_kernel if tile.kind == "mma" else dot_kernel
-    kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+        size = num_rows * num_outputs
+        if not is_apart:
+            size = blocks_n * blocks_t * tile.block_t * tile.block_n
+            ends = ends._replace(ticket=tickets(x.device))
+        partial = torch.empty(size * tile.splits, dtype=torch.float32, device=x.device)
+        ends = ends._replace(partial=partial)
+    if tile.kind == "tma":
+        parts = 2 if end.value == GATED.value else 1
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.block_t, tile.block_k])
+        block = [1 if tile.block_t < 64 else parts, tile.block_n // parts, tile.block_k]
+        w_tiles = TensorDescriptor.from_tensor(weight.unflatten(0, (parts, -1)), block)
+        operands = (x_tiles, w_tiles, weight, out, ends, num_rows, rows.eps, cut)
+        tma_kernel[grid](*operands, **launch)
+    else:
+        kernel = mma_kernel if tile.kind == "mma" else dot_kernel
+        kernel[grid](x, weight, out, ends, num_rows, rows.eps, cut, **launch)
+    if is_apart:
+        blocks = (num_rows, triton.cdiv(num_outputs, SUMMED))
+        launch = _launch(4, tile.is_dependent)
+        sum_kernel[blocks](out, ends, num_rows, cut, BLOCK=SUMMED, **launch)
 
 
 def _cut(
@@ -193,6 +222,7 @@ def _cut(
         "SPLITS": tile.splits,
         "AHEAD": ahead,
         "PARTS": parts,
+        "IS_APART": _is_apart(tile, ends, end),
         "END": end.value,
         "HAS_BIAS": product.bias_N is not None,
         "HAS_NORM": ends.norm is not None,
@@ -220,6 +250,12 @@ def _tile(x_TK: Tensor, product: Product, end: tl.constexpr) -> Tile:
     tile = pick_tile(ENDS[end.value], *shape, x_TK.dtype, x_TK.device)
     assert tile is not None, "the table has torch's product for this shape"
     return tile
+
+
+def _is_apart(tile: Tile, ends: Ends, end: tl.constexpr) -> bool:
+    """Whether a kernel of its own adds up the shares: it finishes no norm and places no heads."""
+    can_be = ends.squares is None and end.value in (PLAIN.value, ADDED.value)
+    return can_be and tile.is_apart and tile.splits > 1
 
 
 def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:

@@ -25,10 +25,13 @@ class Routing(NamedTuple):
     scaling: float = 1.0
     num_groups: int = 1  # groups with the best pairs of experts are kept before the choice
     num_chosen_groups: int = 1
+    num_shared: int = 0  # experts behind the last one, which every row takes with weight 1
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     """Experts int32 [T, k] by falling score, ties by rising id, and their fp32 weights [T, k].
+
+    Shared experts come last in both. Logits have no column for them.
 
     The bias, if any, takes part in the choice and not in the weights. A row with a NaN gets valid
     experts and weights that are NaN.
@@ -49,7 +52,14 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tenso
     if how.is_normed:
         least = TINY if how.is_sigmoid else 0.0
         weight_TK = weight_TK / (weight_TK.sum(1, keepdim=True) + least)
-    return chosen_TK.int(), weight_TK * how.scaling
+    chosen_TK, weight_TK = chosen_TK.int(), weight_TK * how.scaling
+    if how.num_shared:
+        num_rows, first = logits_TE.shape
+        shared_K = torch.arange(first, first + how.num_shared, device=logits_TE.device)
+        shared_TK = shared_K.int().expand(num_rows, -1)
+        chosen_TK = torch.cat((chosen_TK, shared_TK), dim=1)
+        weight_TK = torch.cat((weight_TK, torch.ones_like(shared_TK, dtype=torch.float32)), dim=1)
+    return chosen_TK, weight_TK
 
 
 def _in_best_groups(choice_TE: Tensor, how: Routing) -> Tensor:

@@ -16,7 +16,8 @@ from paceline.kernels.triton_chain import dependent, wait_for_input
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     num_rows, num_experts = logits_TE.shape
-    shape, device = (num_rows, how.num_chosen), logits_TE.device
+    num_taken = how.num_chosen + how.num_shared
+    shape, device = (num_rows, num_taken), logits_TE.device
     chosen_TK = torch.empty(shape, dtype=torch.int32, device=device)
     weight_TK = torch.empty(shape, dtype=torch.float32, device=device)
     size = num_experts // how.num_groups
@@ -28,7 +29,8 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tenso
         PADDED_GROUPS=triton.next_power_of_2(how.num_groups),
         PADDED_SIZE=triton.next_power_of_2(size),
         CHOSEN=how.num_chosen,
-        PADDED_CHOSEN=triton.next_power_of_2(how.num_chosen),
+        TAKEN=num_taken,
+        PADDED_TAKEN=triton.next_power_of_2(num_taken),
         CHOSEN_GROUPS=how.num_chosen_groups,
         HAS_BIAS=bias_E is not None,
         IS_SIGMOID=how.is_sigmoid,
@@ -54,7 +56,8 @@ def _route_kernel(  # noqa: PLR0913
     PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
-    PADDED_CHOSEN: tl.constexpr,
+    TAKEN: tl.constexpr,
+    PADDED_TAKEN: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
@@ -89,9 +92,9 @@ def _route_kernel(  # noqa: PLR0913
     count: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     choice, score = tl.reshape(choice, (count,)), tl.reshape(score, (count,))
     expert, place = tl.reshape(expert, (count,)), tl.arange(0, count)
-    index = tl.arange(0, PADDED_CHOSEN)
-    chosen = tl.zeros((PADDED_CHOSEN,), dtype=tl.int32)
-    weight = tl.zeros((PADDED_CHOSEN,), dtype=tl.float32)
+    index = tl.arange(0, PADDED_TAKEN)
+    chosen = GROUPS * SIZE + index - CHOSEN  # shared experts, behind those of the choice
+    weight = tl.zeros((PADDED_TAKEN,), dtype=tl.float32)
     for k in tl.static_range(CHOSEN):
         is_best = place == tl.argmax(choice, 0)
         chosen = tl.where(index == k, tl.sum(tl.where(is_best, expert, 0), 0), chosen)
@@ -99,9 +102,10 @@ def _route_kernel(  # noqa: PLR0913
         choice = tl.where(is_best, lowest, choice)
     if IS_NORMED:
         weight /= tl.sum(weight, 0) + LEAST
-    at = row * CHOSEN + index
-    tl.store(chosen_TK + at, chosen, mask=index < CHOSEN)
-    tl.store(weight_TK + at, weight * scaling, mask=index < CHOSEN)
+    weight = tl.where(index < CHOSEN, weight * scaling, 1.0)
+    at = row * TAKEN + index
+    tl.store(chosen_TK + at, chosen, mask=index < TAKEN)
+    tl.store(weight_TK + at, weight, mask=index < TAKEN)
 
 
 @triton.jit

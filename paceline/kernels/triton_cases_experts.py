@@ -1,5 +1,5 @@
 """Cases of routers and experts for the Triton twins: ties, NaN rows, groups, experts that nobody
-or everybody chose, choices that are nobody.
+or everybody chose, choices that are nobody, and as many rows as a tile holds, or one more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class _Shape:
     has_shared: bool = False
     favourite: float = 0.0  # how much expert 1 is preferred
     is_spread: bool = False  # half of the experts are elsewhere, and sums leave in fp32
+    num_shared: int = 0  # experts behind the others, which all rows take
 
 
 def cases() -> Iterator[TritonCase]:
@@ -67,6 +68,8 @@ def _routings() -> Iterator[tuple[str, int, int, Routing, bool]]:
     yield "all", 2, 4, Routing(4), False
     glm = Routing(4, is_sigmoid=True, scaling=1.8)
     yield "glm", 6, 64, glm, True
+    yield "shared", 6, 64, glm._replace(num_shared=1), True
+    yield "shared odd", 3, 11, Routing(3, is_normed=False, num_shared=2), False
     groups = Routing(8, is_sigmoid=True, scaling=2.5, num_groups=8, num_chosen_groups=4)
     yield "deepseek", 5, 256, groups, True
     odd = Routing(4, is_sigmoid=True, is_normed=False, num_groups=3, num_chosen_groups=2)
@@ -83,8 +86,17 @@ def _shapes() -> Iterator[tuple[str, _Shape, bool]]:
     yield "few, spread", _Shape(9, 10, 2, 40, 36, has_shared=True, is_spread=True), False
     yield "many, spread", _Shape(90, 8, 3, 24, 20, is_spread=True), False
     yield "nobody at all", _Shape(5, 6, 1, 16, 16, favourite=99.0, is_spread=True), False
+    for rows in (1, 16, 17, 33, 64, 65):
+        yield f"stacked {rows}", _Shape(rows, 5, 2, 40, 24, num_shared=1), False
+    yield "many experts", _Shape(3, 70, 3, 16, 8, num_shared=2), False
+    for rows in (1, 8, 17, 32, 64, 65, 2048):
+        yield f"glm {rows}", _Shape(rows, 64, 4, 2048, 1536, num_shared=1), True
+    for rows in (16, 33, 128):
+        yield f"glm one {rows}", _Shape(rows, 64, 4, 2048, 1536, favourite=9.0), True
+    yield "glm apart", _Shape(8, 64, 4, 2048, 1536, has_shared=True), True
+    for rows in (1, 64, 300):
+        yield f"qwen3 {rows}", _Shape(rows, 128, 8, 2048, 768, is_spread=True), True
     for rows in (1, 8, 32, 64, 65, 2048):
-        yield f"glm {rows}", _Shape(rows, 64, 4, 2048, 1536, has_shared=True), True
         yield f"mixtral {rows}", _Shape(rows, 8, 2, 4096, 14336), True
 
 
@@ -113,10 +125,11 @@ def _expert_arguments(shape: _Shape) -> Make:
         x_TD = normal(shape.rows, shape.width)
         if shape.rows > 2:
             logits_TE[2] = x_TD[2] = float("nan")
-        chosen_TK, weight_TK = route(logits_TE, None, Routing(shape.chosen))
-        count = shape.experts
+        how = Routing(shape.chosen, num_shared=shape.num_shared)
+        chosen_TK, weight_TK = route(logits_TE, None, how)
+        count = shape.experts + shape.num_shared
         if shape.is_spread:
-            count //= 2
+            count = shape.experts // 2
             is_here_TK = chosen_TK >= shape.experts - count
             chosen_TK = torch.where(is_here_TK, chosen_TK - (shape.experts - count), -1)
             weight_TK = torch.where(is_here_TK, weight_TK, float("nan"))  # nobody reads it

@@ -50,14 +50,28 @@ SMALL = {
     "mma-splits": Shape(19, 96, 256, ("heads", "added"), Tile("mma", 16, 16, 32, 2, 1, 2)),
     "dot": Shape(5, 96, 80, ("gated", "plain"), Tile("dot", 16, 32, 16, 4, 2)),
     "dot-splits": Shape(21, 112, 96, ("heads", "added"), Tile("dot", 16, 32, 32, 4, 2, 2), True),
+    "tma-few-rows-bias": Shape(21, 112, 96, ALL, Tile("tma", 32, 64, 32, 4, 2), True),
+    "tma-many-rows": Shape(131, 112, 96, ALL, Tile("tma", 64, 32, 32, 4, 2)),
+    "tma-splits": Shape(70, 112, 160, ("heads", "added"), Tile("tma", 128, 32, 32, 4, 2, 2), True),
+    "tma-few-rows-splits": Shape(9, 96, 80, ALL, Tile("tma", 16, 64, 16, 4, 2, 3)),
+    "tma-apart": Shape(70, 112, 96, ALL, Tile("tma", 64, 32, 32, 4, 2, 2, 0, True, True), True),
     "one-row-by-default": Shape(1, 96, 72, ("heads", "added")),
     "few-rows-by-default": Shape(7, 96, 72, ("heads", "added")),
     "more-rows-by-default": Shape(40, 96, 72, ("gated", "last"), has_bias=True),
 }
 LARGE = {
     "8b-one-row": Shape(1, 6144, 4096, ("heads", "gated"), num_kv=8, head=128),
-    "8b-eight-rows": Shape(8, 4096, 4096, ("added", "wide")),
+    "8b-eight-rows": Shape(8, 4096, 4096, ("added", "wide"), Tile("mma", 8, 16, 32, 8, 4)),
     "8b-sixty-rows": Shape(60, 4096, 4096, ("added",), Tile("dot", 64, 64, 64, 4, 3, 2, 512)),
+    "8b-thirty-rows": Shape(
+        30, 6144, 4096, ("heads", "gated"), Tile("tma", 32, 128, 64, 4, 5, 1, 512), False, 8, 128
+    ),
+    "8b-hundred-rows": Shape(
+        100, 6144, 4096, ("heads", "gated"), Tile("tma", 128, 128, 64, 8, 3, 1, 512), False, 8, 128
+    ),
+    "8b-two-hundred-rows": Shape(
+        200, 4096, 4096, ("added", "wide"), Tile("tma", 128, 128, 64, 8, 3, 2, 512, is_apart=True)
+    ),
     "135m-one-row": Shape(1, 960, 576, ("heads", "added"), num_kv=3, head=64),
     "135m-thirty-rows": Shape(30, 960, 576, ("heads",), Tile("mma", 8, 16, 32, 2, 9), False, 3, 64),
 }
@@ -106,7 +120,7 @@ def _make(end: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> A
 
 def _places(shape: Shape, device: torch.device, dtype: torch.dtype, draw: Any) -> HeadPlaces:
     angle = draw(shape.rows, shape.head // 2)
-    key = torch.zeros(shape.num_kv, 128, shape.head, device=device, dtype=dtype)
+    key = torch.zeros(shape.num_kv, 2 * shape.rows + 99, shape.head, device=device, dtype=dtype)
     slot = torch.arange(shape.rows, dtype=torch.int32) * 2 - 1  # the first writes nothing
     rotation = torch.polar(torch.ones_like(angle), angle)
     return HeadPlaces(rotation, key, torch.zeros_like(key), slot.to(device))

@@ -6,6 +6,8 @@ experts (spread over ranks), or its slices of all of them (tensor parallel), and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 Shape = tuple[str, tuple[int, ...]]
 # Mixtral's block and matrices had names of their own before transformers 5.
 _OLD_BLOCK, _BLOCK = "block_sparse_moe.", "mlp."
+_SHARED = "shared_experts."
 _MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
@@ -79,7 +82,7 @@ def moe_shapes(spec: ModelSpec, moe: MoeSpec, at: str, names: set[str] | None) -
     else:
         shapes += [(found.expert(i, 2) + ".weight", (width, inner)) for i in range(count)]
     if moe.shared_inner_size:
-        shared = found.block + "shared_experts."
+        shared = found.block + _SHARED
         for name in ("gate_proj", "up_proj"):
             shapes.append((f"{shared}{name}.weight", (moe.shared_inner_size, width)))
         shapes.append((f"{shared}down_proj.weight", (width, moe.shared_inner_size)))
@@ -96,7 +99,7 @@ def moe_cuts(
     found, tp = _find(at, names), groups.tp
     cuts: Cuts = {}
     if moe.shared_inner_size and tp.size > 1:
-        shared = found.block + "shared_experts."
+        shared = found.block + _SHARED
         for dim, name in ((0, "gate_proj"), (0, "up_proj"), (1, "down_proj")):
             cuts[f"{shared}{name}.weight"] = even_cut(dim, moe.shared_inner_size, tp)
     if groups.exchange is not None:
@@ -136,12 +139,25 @@ def load_moe(spec: ModelSpec, read: Reader, at: str, index: int, kernels: Kernel
         stored = read.source.load(found.block + "gate.e_score_correction_bias")
         bias = stored.to(device, torch.float32)
     fast = pick_moe_kernels(device)
-    shared = found.block + "shared_experts."
+    how = routing_of(moe)._replace(num_shared=_num_stacked(moe, read))
+    is_apart = moe.shared_inner_size and not how.num_shared
     return MoeMlp(
-        router=Router(_load_router(read, found), bias, routing_of(moe), fast.route),
+        router=Router(_load_router(read, found), bias, how, fast.route),
         experts=_load_experts(moe, read, found, kernels),
-        shared=_load_shared(read, shared, kernels) if moe.shared_inner_size else None,
+        shared=_load_shared(read, found.block + _SHARED, kernels) if is_apart else None,
     )
+
+
+def _num_stacked(moe: MoeSpec, read: Reader) -> int:
+    """A shared expert as wide as n others is n more of them, which every row takes.
+
+    So it costs no kernels of its own. Slices of all of them (tensor parallel) are as wide as each
+    other, too; experts that are spread over ranks see other rows than the shared one.
+    """
+    is_stacked = read.formats.has_fixed_shapes and read.groups.exchange is None
+    if not is_stacked or moe.shared_inner_size % moe.inner_size:
+        return 0
+    return moe.shared_inner_size // moe.inner_size
 
 
 def _load_router(read: Reader, found: _Names) -> Linear:
@@ -178,24 +194,33 @@ def _load_experts(moe: MoeSpec, read: Reader, found: _Names, kernels: Kernels) -
     groups, count = read.groups, moe.num_experts
     if groups.exchange is not None:
         own = groups.exchange.share(count)
-        inner = _load_own(own, read, found, kernels, torch.float32)
+        inner = _load_own(own, read, found, kernels, torch.float32, 0)
         # A draft that is whole on every rank of `tp` has its shared expert whole, too.
         return SpreadExperts(inner, groups.exchange, count, groups.tp is groups.exchange.tp)
+    num_shared = _num_stacked(moe, read)
     if groups.tp.is_active:
-        inner = _load_own(range(count), read, found, kernels, torch.float32)
+        inner = _load_own(range(count), read, found, kernels, torch.float32, num_shared)
         return ReducedExperts(inner, groups.tp)
-    return _load_own(range(count), read, found, kernels, None)
+    return _load_own(range(count), read, found, kernels, None, num_shared)
 
 
 def _load_own(
-    own: range, read: Reader, found: _Names, kernels: Kernels, out_dtype: torch.dtype | None
+    own: range,
+    read: Reader,
+    found: _Names,
+    kernels: Kernels,
+    out_dtype: torch.dtype | None,
+    num_shared: int,
 ) -> Experts:
-    """The experts of this rank, numbered from 0. A fused tensor is cut to them already."""
+    """The experts of this rank, numbered from 0, and shared ones behind them.
+
+    A fused tensor is cut to them already.
+    """
     formats = read.formats
     if formats.has_fixed_shapes:
         weights = ExpertWeights(
-            _stacked(own, read, found, (0, 1), found.gate_up),
-            _stacked(own, read, found, (2,), found.down),
+            _stacked(own, read, found, (0, 1), found.gate_up, num_shared),
+            _stacked(own, read, found, (2,), found.down, num_shared),
         )
         apply = pick_moe_kernels(formats.device).apply_experts
         return StackedExperts(weights, apply, out_dtype)
@@ -214,19 +239,41 @@ def _separate(
 
 
 def _stacked(
-    own: range, read: Reader, found: _Names, parts: tuple[int, ...], fused: str | None
+    own: range,
+    read: Reader,
+    found: _Names,
+    parts: tuple[int, ...],
+    fused: str | None,
+    num_shared: int,
 ) -> Tensor:
     """One tensor of the experts on the device, filled expert by expert."""
-    formats = read.formats
-    if fused is not None:
-        return read.tensor(fused).to(formats.device, formats.compute).contiguous()
+    formats, whole = read.formats, None if fused is None else read.tensor(fused)
+    if whole is not None and not num_shared:
+        return whole.to(formats.device, formats.compute).contiguous()
     stack: Tensor | None = None
-    for index, expert in enumerate(own):
-        rows = [read.tensor(found.expert(expert, m) + ".weight") for m in parts]
+    if whole is not None:
+        shape = (len(own) + num_shared, *whole.shape[1:])
+        stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
+        stack[: len(own)].copy_(whole)
+    names = [[found.expert(i, m) + ".weight" for m in parts] for i in own if whole is None]
+    each = ([read.tensor(name) for name in expert] for expert in names)
+    for index, rows in enumerate(chain(each, _shared_parts(read, found, parts, num_shared))):
         if stack is None:
-            shape = (len(own), sum(len(x) for x in rows), rows[0].shape[1])
+            shape = (len(own) + num_shared, sum(len(x) for x in rows), rows[0].shape[1])
             stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
-        for place, part in zip(stack[index].split([len(x) for x in rows]), rows, strict=True):
+        to = stack[index + len(own) - len(names)]
+        for place, part in zip(to.split([len(x) for x in rows]), rows, strict=True):
             place.copy_(part)
     assert stack is not None
     return stack
+
+
+def _shared_parts(
+    read: Reader, found: _Names, parts: tuple[int, ...], count: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """The matrices of a shared expert as those of `count` experts beside each other."""
+    if not count:
+        return iter(())
+    names = [f"{found.block}{_SHARED}{_MATRICES[0][m]}.weight" for m in parts]
+    cut = [read.tensor(n).chunk(count, dim=int(m == 2)) for m, n in zip(parts, names, strict=True)]
+    return zip(*cut, strict=True)

@@ -149,8 +149,12 @@ class ModelSpec:
         if moe is None:
             return dense
         # Of each choice its inner values and, in fp32, what it adds.
-        chosen = moe.num_chosen * (moe.inner_size + 2 * self.hidden_size)
-        return max(dense, chosen + 3 * moe.shared_inner_size + 2 * moe.num_experts)
+        choice = moe.inner_size + 2 * self.hidden_size
+        # An MLP of its own, or more choices.
+        shared = max(
+            3 * moe.shared_inner_size, -(-moe.shared_inner_size // moe.inner_size) * choice
+        )
+        return max(dense, moe.num_chosen * choice + shared + 2 * moe.num_experts)
 
     def _mlp_parameters(self, layer: int) -> int:
         moe = self.experts_of(layer)

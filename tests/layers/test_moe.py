@@ -130,3 +130,23 @@ def test_the_bias_is_for_the_choice_and_groups_are_kept_by_their_best_pair() -> 
     assert chosen_TK.tolist() == [[5, 3]]
     score = torch.sigmoid(torch.tensor([0.9, 1.0]))
     torch.testing.assert_close(weight_TK[0], score / score.sum() * 2.5)
+
+
+def test_shared_experts_are_taken_by_every_row_with_weight_one() -> None:
+    """Stacked behind the others they make what an MLP as wide as all of them makes."""
+    gate_up, down = weights()
+    x_TD, routed = rows(7), EXPERTS - 2
+    logits_TE = torch.randn(7, routed, generator=torch.Generator().manual_seed(3))
+    how = Routing(CHOSEN, scaling=1.5)
+    chosen_TK, weight_TK = route(logits_TE, None, how)
+    both_TK, weights_TK = route(logits_TE, None, how._replace(num_shared=2))
+    assert both_TK[:, CHOSEN:].tolist() == [[routed, routed + 1]] * 7
+    assert (weights_TK[:, CHOSEN:] == 1).all()
+    assert torch.equal(both_TK[:, :CHOSEN], chosen_TK)
+    assert torch.equal(weights_TK[:, :CHOSEN], weight_TK)
+    gate_RD, up_RD = (torch.cat([x.chunk(2)[i] for x in gate_up[routed:]]) for i in (0, 1))
+    inner_TI = silu(x_TD @ gate_RD.T) * (x_TD @ up_RD.T)
+    shared_TD = inner_TI @ torch.cat(list(down[routed:]), dim=1).T
+    apart = experts("stacked")(RoutedRows(x_TD, chosen_TK, weight_TK), shared_TD)
+    stacked = experts("stacked")(RoutedRows(x_TD, both_TK, weights_TK), None)
+    torch.testing.assert_close(stacked, apart)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from paceline.kernels.gemv_table import Tile, default_tile
 from paceline.layers.linear import CudaLinear, cuda_linear, for_logits
 from paceline.models import fused_cuda
 from paceline.models.decoder import Decoder
-from paceline.models.fused_cuda import CudaLayers
+from paceline.models.fused_cuda import CudaLayers, Tiles
 from paceline.models.loading import WeightFormats, load_decoder
 from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
@@ -51,6 +52,22 @@ def test_fused_layers_give_the_logits_of_plain_ones(
     wanted = paged_logits(load(tmp_path), ids, pieces)
     found = paged_logits(load_fused(tmp_path), ids, pieces)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=5e-5)
+
+
+@torch.no_grad()
+def test_any_of_a_layers_products_may_be_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, FAMILIES[0])
+    ids = torch.randint(3, VOCAB, (90,))
+    pieces = [80, 1, 9]
+    wanted = paged_logits(load(tmp_path), ids, pieces)
+    tile = default_tile(64, 64, 64, torch.float32)
+    for is_ours in product((False, True), repeat=4):
+        tiles = Tiles(*(tile if x else None for x in is_ours))
+        monkeypatch.setattr(CudaLayers, "_choose", lambda *_, tiles=tiles: tiles)
+        found = paged_logits(load_fused(tmp_path), ids, pieces)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=5e-5), is_ours
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes
 from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
 from tests.models.test_decoder import CPU, EXACT, load, paged_logits
-from tests.tiny import MOE_FAMILIES, VOCAB, save_tiny
+from tests.tiny import LATENT_FAMILIES, MOE_FAMILIES, VOCAB, save_tiny
 
 FIXED = WeightFormats(
     dense(torch.float32, CPU), torch.float32, torch.float32, CPU, has_fixed_shapes=True
@@ -206,6 +206,35 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
         ids = torch.randint(3, VOCAB, (20,))
         found = paged_logits(load_decoder(spec, source, EXACT, max_model_len=64), ids, [20])
         torch.testing.assert_close(found, paged_logits(fixed, ids, [20]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_dummy", [False, True], ids=["one by one", "fused"])
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@torch.no_grad()
+def test_a_shared_expert_is_stacked_with_the_others_where_shapes_are_fixed(
+    tmp_path: Path, family: str, is_dummy: bool
+) -> None:
+    """Of a width of several experts, it is as many of them; nothing of it is left beside."""
+    save_tiny(tmp_path, family, n_shared_experts=2)
+    files = locate(str(tmp_path))
+    spec = read_spec(files.config)
+    moe = spec.moe
+    assert moe is not None
+    assert moe.shared_inner_size == 2 * moe.inner_size
+    source = DummyWeights(expected_shapes(spec), 1, CPU) if is_dummy else open_weights(files)
+    apart, stacked = (load_decoder(spec, source, x, max_model_len=64) for x in (EXACT, FIXED))
+    ids = torch.randint(3, VOCAB, (20,))
+    found = paged_logits(stacked, ids, [20])
+    torch.testing.assert_close(found, paged_logits(apart, ids, [20]), rtol=1e-4, atol=1e-5)
+    blocks = [x.mlp for x in stacked.layers if isinstance(x.mlp, MoeMlp)]
+    assert blocks
+    for block in blocks:
+        assert isinstance(block.experts, StackedExperts)
+        assert len(block.experts.weights.down_EHI) == moe.num_experts + 2
+        assert block.router.how.num_shared == 2
+        assert block.shared is None
+    assert all(x.mlp.shared for x in apart.layers if isinstance(x.mlp, MoeMlp))
+    assert stacked.nbytes == 4 * spec.num_parameters
 
 
 MIXTRAL: dict[str, Any] = {

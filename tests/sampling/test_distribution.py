@@ -100,9 +100,7 @@ class Crowd:
         for j in range(K):
             logits_BV = self.draft_logits[j].expand(batch, VOCAB).clone()
             position_B = self.length_B + j
-            token_B = propose_tokens(
-                logits_BV, self.slot_B, position_B, j, self.slots, probabilistic=True
-            )
+            token_B = propose_tokens(logits_BV, self.slot_B, position_B, j, self.slots)
             # One-hot drafters propose something that varies, but not at random.
             fixed_B = (position_B // STRIDE + j) % VOCAB
             drafts.append(torch.where(self.slot_B == ONE_HOT, fixed_B, token_B))
@@ -223,7 +221,7 @@ def test_rare_tokens_survive_rejection() -> None:
         slots.seed_S2[SAMPLED, 0] = 1000 + seed
         position_B = torch.arange(count, dtype=torch.int32)
         logits = q.log().expand(count, VOCAB).clone()
-        draft_B = propose_tokens(logits, window_slots, position_B, 0, slots, probabilistic=True)
+        draft_B = propose_tokens(logits, window_slots, position_B, 0, slots)
         window = Window.packed(window_slots, torch.full((count,), 2), draft_B[:, None], position_B)
         accepted = verify(
             p.float().log().repeat(2 * count, 1),
