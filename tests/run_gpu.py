@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--stale", action="store_true")
     parser.add_argument("--plain", action="store_true", help="without pytest, even if it is there")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, with pytest")
+    parser.add_argument("--seconds", type=float, help="--jobs that take longer are stopped")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)  # of one such process
     parser.add_argument("-k", dest="words", default="")
     args, rest = parser.parse_known_args()
@@ -87,7 +88,7 @@ def main() -> int:
     with_pytest = not args.plain and importlib.util.find_spec("pytest") is not None
     files, left_out = gpu_files(with_pytest=with_pytest)
     if with_pytest and args.jobs > 1:
-        outcomes = run_side_by_side(args.jobs, args.words, rest)
+        outcomes = run_side_by_side(args.jobs, args.seconds, args.words, rest)
         outcomes.add(run_with_pytest(files, args.words, rest, f"{MARK} and {ALONE}"))
     elif with_pytest:
         marks = MARK if args.share is None else f"{MARK} and not {ALONE}"
@@ -165,9 +166,10 @@ def run_with_pytest(
     return outcomes
 
 
-def run_side_by_side(num_jobs: int, words: str, rest: list[str]) -> Outcomes:
+def run_side_by_side(num_jobs: int, seconds: float | None, words: str, rest: list[str]) -> Outcomes:
     """Compiling and starting engines keep the host busy, not the GPU: processes share it well."""
     outcomes = Outcomes()
+    end_s = None if seconds is None else time.monotonic() + seconds
     # Threads of all of them together would wait for each other in loops.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -179,10 +181,15 @@ def run_side_by_side(num_jobs: int, words: str, rest: list[str]) -> Outcomes:
             log = report.with_suffix(".log").open("w")
             jobs.append(subprocess.Popen(command, stdout=log, env=environment))
         for job, (process, report) in enumerate(zip(jobs, reports, strict=True)):
-            code = process.wait()
+            code: int | str = "no time left"
+            try:
+                code = process.wait(None if end_s is None else max(0.1, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             print(report.with_suffix(".log").read_text(encoding="utf-8"))
             if not report.exists():
-                outcomes.take(f"process {job} ended with {code}", "failed")
+                outcomes.take(f"process {job} of {num_jobs} ended with {code}", "failed")
                 continue
             found = json.loads(report.read_text(encoding="utf-8"))
             counts = Counter({s: found[s] for s in ("passed", "failed", "skipped")})

@@ -116,6 +116,7 @@ def test_all_but_one(n):
 def test_alone():
     pass
 """
+ENDLESS = SIDE_BY_SIDE.replace("assert n != 4", "__import__('time').sleep(600 * (n == 4))")
 
 
 def test_processes_side_by_side_run_every_test_once(tmp_path: Path) -> None:
@@ -126,6 +127,17 @@ def test_processes_side_by_side_run_every_test_once(tmp_path: Path) -> None:
     found = json.loads(report.read_text(encoding="utf-8"))
     assert (found["passed"], found["failed"], found["skipped"]) == (7, 1, 0), done.stdout
     assert found["failures"] == ["tests/test_sample.py::test_all_but_one[4]"]
+
+
+def test_a_process_that_does_not_end_is_stopped_and_named(tmp_path: Path) -> None:
+    script, report = make_project(tmp_path, ENDLESS), tmp_path / "report.json"
+    command = [sys.executable, str(script), "--report", str(report), "--jobs", "3"]
+    command += ["--seconds", "20"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["failures"] == ["process 1 of 3 ended with no time left"], done.stdout
+    assert found["passed"] == 3 + 2 + 1  # the two others', and the one that runs alone
 
 
 def test_gpu_tests_are_collected_where_hardly_anything_is_installed() -> None:
