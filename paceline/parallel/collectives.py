@@ -66,6 +66,11 @@ class Group:
         wire = self._enter("all_to_all", x[:0])
         return self._guarded(lambda: wire.all_to_all(x.contiguous(), list(send), list(receive)))
 
+    def close(self) -> None:
+        """Nothing may travel any more, and no graph may hold a collective of this group."""
+        if self._wire is not None:
+            self._wire.close()
+
     def _enter(self, operation: str, x: Tensor) -> Wire:
         assert self._wire is not None
         what = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
@@ -109,6 +114,9 @@ class GlooWire:
         self._wait(self._group.alltoall_base(_bytes(out), _bytes(_to_host(x)), *counts))
         return out.to(x.device, non_blocking=True)
 
+    def close(self) -> None:
+        """Sockets go with the object."""
+
     def _wait(self, work: Any) -> None:
         work.wait(self._timeout)
 
@@ -139,6 +147,10 @@ class NcclWire:
         self._group.alltoall_base(out, x, receive, send).wait()
         return out
 
+    def close(self) -> None:
+        """While the store still exists, which threads of NCCL's look into; others may be gone."""
+        self._group.abort()
+
 
 Wire = GlooWire | NcclWire
 
@@ -165,8 +177,10 @@ SOLO = Group("tp", [0], 0, Contract(), None)
 
 def open_store(folder: str, num_ranks: int) -> Any:
     """Where ranks of one machine find each other: a file, so that no port can be taken."""
-    file_store: Any = vars(dist)["FileStore"]  # exported, but not to type checkers
-    store = file_store(f"{folder}/store", num_ranks)
+    stores: Any = vars(dist)  # exported, but not to type checkers
+    if num_ranks == 1:
+        return stores["HashStore"]()
+    store = stores["FileStore"](f"{folder}/store", num_ranks)
     store.set_timeout(timedelta(seconds=_LOADING_S))
     return store
 

@@ -28,6 +28,11 @@ class Groups:
         """At 1 a draft is whole on every rank; a MoE draft still uses the target's exchange."""
         return self if tensor_parallel == self.tp.size else replace(self, tp=SOLO)
 
+    def close(self) -> None:
+        """After the last collective and the last graph that holds one."""
+        self.tp.close()
+        self.dp.close()
+
 
 ALONE = Groups()
 

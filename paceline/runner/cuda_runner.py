@@ -101,6 +101,10 @@ class CudaRunner:
     def close(self) -> None:
         if self._device.slots.device.type == "cuda":
             torch.cuda.synchronize()
+        # NCCL waits for every graph that holds a collective of a group before it lets go of it.
+        if self._graphs is not None:
+            self._graphs.close()
+        self._device.groups.close()
 
     # ---- steps
 

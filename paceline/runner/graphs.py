@@ -55,6 +55,12 @@ class Graphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
 
+    def close(self) -> None:
+        """Give all of them up. None of them is running."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def replay(self, key: GraphKey) -> None:
         self.num_replays += 1
         self._graphs[key].replay()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.parallel.contract import Board, Contract
+from paceline.parallel.groups import GroupOptions, open_groups
 from paceline.parallel.placement import Layout, Seat
 from paceline.step import Extent
 from tests.parallel.ranks import run_ranks
@@ -89,3 +90,11 @@ def test_the_board_shows_what_a_rank_did_last(tmp_path: Path) -> None:
     text, age_s = Board(tmp_path / "board", 2).latest(1)
     assert text == "step 8, target: all_gather over dp of float32 [1]"
     assert age_s < 5
+
+
+def test_a_rank_that_talks_to_itself_leaves_nothing_to_look_for(tmp_path: Path) -> None:
+    """Its store is in memory: NCCL's threads would wait for a file that is gone."""
+    groups = open_groups(Seat(0, Layout(), str(tmp_path)), GroupOptions(forces=True))
+    assert groups.tp.all_reduce(torch.ones(3)).tolist() == [1, 1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["board"]
+    groups.close()
