@@ -9,10 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 
+from paceline.kernels.gemv_table import BUCKETS as PRODUCT_ROWS
 from paceline.kernels.triton_ahead import compiling_ahead
 from paceline.runner.fixed_step import FixedDevice, Forwarded, step_a, step_b
 from paceline.runner.graphs import GraphKey, Graphs
@@ -238,7 +240,7 @@ class CudaRunner:
         if self._device.slots.device.type == "cuda":
             progress("compiling kernels", 0.0)
             with compiling_ahead():
-                for key in first:
+                for key in (*first, *self._soon_met()):
                     self._run(key)
         self._set_clock()
         if self._graphs is None:
@@ -275,6 +277,15 @@ class CudaRunner:
             for shape in shapes(k)
         ]
         return first, rest
+
+    def _soon_met(self) -> Iterator[GraphKey]:
+        """Steps of the first requests: prompts, which have other kernels by size, and sampling."""
+        buckets, k = self._buckets, self._buckets.k_tiers[-1]
+        yield GraphKey(next(buckets.decode_shapes(k)), Tail.SAMPLE)
+        sizes = {*PRODUCT_ROWS, buckets.mixed_tokens[-1]}
+        for tokens, shapes in groupby(buckets.mixed_shapes(k), lambda shape: shape.tokens):
+            if tokens in sizes:
+                yield GraphKey(next(shapes), Tail.GREEDY)
 
     def _capture(self, graphs: Graphs, key: GraphKey) -> None:
         self._run_empty(key)  # compiles and allocates whatever the key needs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.spec import ModelSpec, read_spec
 from paceline.parallel.placement import Layout, Seat
-from paceline.runner.cuda_runner import CudaRunner
 from paceline.runner.ranks import cuda_device, steps_together
 from tests.tiny import tiny_config
 
@@ -62,16 +60,3 @@ def test_every_rank_has_a_gpu_of_its_own_or_shares_when_asked_to(
     assert gpu_of(3, 2, monkeypatch, share_gpu=True) == (torch.device("cuda", 1), "gloo")
     with pytest.raises(ConfigError, match=r"4 ranks \(.* 2 x .* 2\) need 4 GPUs, 2 are here"):
         gpu_of(3, 2, monkeypatch)
-
-
-def test_graphs_go_before_the_groups_whose_collectives_they_hold() -> None:
-    """NCCL waits for them."""
-    order: list[str] = []
-    runner: Any = object.__new__(CudaRunner)
-    runner._graphs = SimpleNamespace(close=lambda: order.append("graphs"))
-    runner._device = SimpleNamespace(
-        slots=SimpleNamespace(device=torch.device("cpu")),
-        groups=SimpleNamespace(close=lambda: order.append("groups")),
-    )
-    runner.close()
-    assert order == ["graphs", "groups"]
