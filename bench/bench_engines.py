@@ -261,10 +261,10 @@ class Bench:
 
     def sampled_tpot_ms(self, batches: list[int], prompt: int) -> dict[int, float]:
         """The same for sampled requests."""
-        steps, self.steps = self.steps, {}
-        self._how = {"temperature": 0.8, "top_p": 0.95}
+        kept = self._how, self.steps, self.tokens_per_step
+        self._how, self.steps, self.tokens_per_step = {"temperature": 0.8, "top_p": 0.95}, {}, {}
         found = {n: self.time_per_token_ms(n, prompt) for n in batches}
-        self._how, self.steps = {"temperature": 0.0}, steps
+        self._how, self.steps, self.tokens_per_step = kept
         return found
 
     @contextmanager

@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.gemm_gpu import timed
+from bench.gemm_tiles import NoGpu
 from paceline.kernels import experts_triton
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.experts_layout_triton import lay_out
@@ -85,9 +85,8 @@ class Try(NamedTuple):
     def __str__(self) -> str:
         t = self.tile
         kind = "few" if self.is_few else "many"
-        turned = "t" if t.is_turned else ""
         cut = f"{t.rows}.{t.outputs}.{t.inputs}.w{t.num_warps}s{t.num_stages}"
-        return f"{kind}{cut}p{t.per_sm}{turned}a{t.ahead}"
+        return f"{kind}{cut}p{t.per_sm}a{t.ahead}"
 
 
 def cut(outputs: int, inputs: int, warps: int, stages: int, per_sm: int) -> ExpertTile:
@@ -99,7 +98,6 @@ def cut(outputs: int, inputs: int, warps: int, stages: int, per_sm: int) -> Expe
 FEW = {
     16: [
         cut(64, 128, 4, 4, 2),
-        cut(64, 128, 4, 4, 2)._replace(is_turned=True),
         cut(64, 128, 4, 5, 2),
         cut(64, 128, 4, 3, 3),
         cut(64, 64, 4, 5, 4),
@@ -111,28 +109,23 @@ FEW = {
     ],
     32: [
         cut(64, 128, 4, 4, 2),
-        cut(64, 128, 4, 4, 2)._replace(is_turned=True),
         cut(64, 128, 4, 3, 3),
         cut(64, 64, 4, 8, 2),
         cut(64, 128, 4, 8, 1),
         cut(128, 64, 8, 5, 2),
         cut(128, 128, 8, 5, 1),
-        cut(128, 128, 8, 5, 1)._replace(is_turned=True),
     ],
     64: [
         cut(64, 128, 4, 3, 2),
-        cut(64, 128, 4, 3, 2)._replace(is_turned=True),
         cut(64, 64, 4, 6, 2),
         cut(64, 64, 4, 4, 3),
         cut(128, 64, 8, 4, 2),
         cut(128, 64, 4, 4, 2),
         cut(128, 64, 8, 8, 1),
         cut(128, 128, 8, 4, 1),
-        cut(128, 128, 8, 4, 1)._replace(is_turned=True),
     ],
     128: [
         cut(64, 64, 4, 4, 2),
-        cut(64, 64, 4, 4, 2)._replace(is_turned=True),
         cut(128, 64, 8, 6, 1),
         cut(128, 128, 8, 3, 1),
     ],
@@ -210,19 +203,6 @@ class Operands:
 # ---- compiling without a GPU
 
 
-class _NoGpu:
-    """What Triton asks of a driver when it only compiles for a Hopper GPU."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def compiling_only() -> Iterator[None]:
     launch = JITFunction.run
@@ -230,7 +210,7 @@ def compiling_only() -> Iterator[None]:
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    driver.set_active(_NoGpu())
+    driver.set_active(NoGpu())
     with mock.patch.object(JITFunction, "run", only_compile):
         yield
 

@@ -40,7 +40,6 @@ FEW: dict[str, Cuts] = {
     ),
 }
 CUTS: dict[int, dict[str, Cuts]] = {
-    16: FEW,
     32: FEW,
     64: {
         "wide": (
@@ -134,8 +133,7 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
                 yield Tile("fma", 1, block_n, block_k, warps, depth)
     else:
         yield from _few_large(n, rows)
-        if rows >= 16:
-            yield from _many_large(n, k, rows)
+        yield from _many_large(n, k, rows)
 
 
 def variants(tile: Tile) -> list[Tile]:
@@ -188,26 +186,29 @@ def _many_small(n: int, k: int, rows: int) -> Iterator[Tile]:
 
 def _few_large(n: int, rows: int) -> Iterator[Tile]:
     """(outputs, warps, chunks in flight, inputs pulled ahead) of tiles straight from memory."""
+    block_t = max(rows, 8)
     cuts = {
         8: ((16, 4, 4, 0), (16, 8, 4, 0), (16, 8, 2, 0), (32, 4, 4, 0), (16, 8, 4, 4096)),
         16: ((16, 8, 3, 0), (32, 4, 3, 0)),
         32: ((16, 8, 2, 0), (32, 4, 2, 0)),
-    }.get(rows, ())
+    }.get(block_t, ())
     for block_n, warps, depth, ahead in cuts:
         if (not ahead or n < 16384) and (block_n == 16 or n > 4096):
-            yield Tile("mma", rows, block_n, 32, warps, depth, 1, ahead)
+            yield Tile("mma", block_t, block_n, 32, warps, depth, 1, ahead)
 
 
 def _many_large(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """Tiles that the copy engine brings."""
+    """Tiles that the copy engine brings; those of 32 rows serve fewer as well."""
     few = "deep" if k > 8192 else "narrow"
     width = "wide" if n > 16384 else "middle" if n > 4096 else few
-    for block_t, block_n, block_k, warps, depth, splits, is_apart in CUTS[rows][width]:
-        cut = (block_t or rows, block_n, block_k, warps, depth, splits)
-        yield Tile("tma", *cut, ahead=AHEAD, is_apart=is_apart)
+    heights = (16, 32) if rows == 16 else (max(rows, 32),)
+    for block_t, block_n, block_k, warps, depth, splits, is_apart in CUTS[heights[-1]][width]:
+        for height in (block_t,) if block_t else heights:
+            cut = (height, block_n, block_k, warps, depth, splits)
+            yield Tile("tma", *cut, ahead=AHEAD, is_apart=is_apart)
 
 
-class _NoGpu:
+class NoGpu:
     """What Triton asks of a driver when it only compiles for a Hopper GPU."""
 
     def get_current_target(self) -> GPUTarget:
@@ -237,7 +238,7 @@ class CompileOnly:
     """Inside, the kernels of gemv_triton are compiled into the cache and not run."""
 
     def __enter__(self) -> Self:
-        driver.set_active(_NoGpu())
+        driver.set_active(NoGpu())
         self._kernels = {
             x: getattr(gemv_triton, x)
             for x in ("fma_kernel", "mma_kernel", "dot_kernel", "tma_kernel", "sum_kernel")

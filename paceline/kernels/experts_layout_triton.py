@@ -53,18 +53,12 @@ def lay_out(chosen_TK: Tensor, num_experts: int, rows: int) -> Blocks:
 def _count_kernel(chosen_P, count_E, num_entries, CHUNK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     wait_for_input(IS_DEPENDENT)
     expert = tl.program_id(0)
-    tl.store(count_E + expert, _count_of(expert, chosen_P, num_entries, CHUNK))
-
-
-@triton.jit
-def _count_of(expert, chosen_P, num_entries, CHUNK: tl.constexpr):
-    """How many entries an expert has."""
     count = tl.zeros((CHUNK,), dtype=tl.int32)
     for start in range(0, num_entries, CHUNK):
         entry = start + tl.arange(0, CHUNK)
         chosen = tl.load(chosen_P + entry, mask=entry < num_entries, other=-1)
         count += (chosen == expert).to(tl.int32)
-    return tl.sum(count, 0)
+    tl.store(count_E + expert, tl.sum(count, 0))
 
 
 @triton.jit(do_not_specialize=["num_entries"])

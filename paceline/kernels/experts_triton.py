@@ -33,7 +33,6 @@ class ExpertTile(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int = 2  # programs that a multiprocessor has room for
-    is_turned: bool = False  # programs begin at different inputs, lest all want the same ones
     ahead: int = 0  # inputs of every output that are asked for while the kernel in front still runs
 
 
@@ -110,7 +109,6 @@ def multiply_rows(
         "ROWS": tile.rows,
         "BLOCK_M": tile.outputs,
         "BLOCK_K": tile.inputs,
-        "IS_TURNED": tile.is_turned,
         "AHEAD": tile.ahead if tile.ahead <= num_inputs and num_inputs % 8 == 0 else 0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -154,7 +152,6 @@ def _few_kernel(  # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_TURNED: tl.constexpr,
     AHEAD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -203,7 +200,6 @@ def _few_kernel(  # noqa: PLR0913
             ROWS,
             BLOCK_M,
             BLOCK_K,
-            IS_TURNED,
             "evict_first",  # nobody else reads these weights in this step
         )
 
@@ -240,7 +236,6 @@ def _many_kernel(  # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_TURNED: tl.constexpr,
     AHEAD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -281,7 +276,6 @@ def _many_kernel(  # noqa: PLR0913
             ROWS,
             BLOCK_M,
             BLOCK_K,
-            IS_TURNED,
             "",
         )
 
@@ -337,7 +331,6 @@ def _multiply(  # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_TURNED: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
     """Some outputs of the entries' rows: gated, or times the entries' weights.
@@ -360,12 +353,8 @@ def _multiply(  # noqa: PLR0913
     first_row = expert.to(tl.int64) * (OUTPUTS * (HAS_GATE + 1))
     matrix_at = matrix_ENK + first_row * INPUTS + matrix_row * INPUTS
     total = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
-    chunks: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
-    for i in range(chunks):
-        chunk = i
-        if IS_TURNED:
-            chunk = (i + block) % chunks
-        at = chunk * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    for first in range(0, INPUTS, BLOCK_K):
+        at = first + tl.arange(0, BLOCK_K)[None, :]
         if is_even:
             matrix = tl.load(matrix_at[:, None] + at, eviction_policy=EVICTION)
             x = tl.load(x_at[:, None] + at, mask=is_row[:, None], other=0.0)

@@ -1,8 +1,8 @@
 """The kernels of gemv_triton: four ways to multiply, all deterministic. Nothing is launched here.
 
 `fma` adds up row after row in registers, `mma` feeds the matrix units straight from memory, `dot`
-through shared memory, `tma` likewise by the copy engine: for sixteen rows and more. All fetch
-weights before they wait for the kernel in front of them.
+through shared memory, `tma` likewise by the copy engine, which fills a tile of more rows than there
+are with zeros. All fetch weights before they wait for the kernel in front of them.
 """
 
 from __future__ import annotations

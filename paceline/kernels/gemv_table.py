@@ -47,8 +47,8 @@ def pick_tile(
     bucket = bucket_of(num_rows)
     if bucket is None:
         return None
-    is_measured = device.type == "cuda" and dtype != torch.float32
-    if is_measured:
+    may_be_known = device.type == "cuda" and dtype != torch.float32
+    if may_be_known:
         known = _table().get(torch.cuda.get_device_name(device), {})
         shape = f"{num_outputs}x{num_inputs}"
         found = known.get(f"{end} {shape}", {}).get(str(bucket))
@@ -58,7 +58,7 @@ def pick_tile(
         return None
     # Measured on 8B shapes: from here on cuBLAS wins, but for the activation that it leaves.
     is_torchs = end == "plain" or (end != "gated" and num_outputs * num_inputs > 8e6)
-    if is_measured and bucket >= 32 and is_torchs:
+    if may_be_known and bucket >= 32 and is_torchs:
         return None
     return default_tile(num_outputs, num_inputs, bucket, dtype)
 

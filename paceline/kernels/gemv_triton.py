@@ -176,9 +176,9 @@ def _multiply(
     grid = (blocks_t, blocks_n, tile.splits)
     is_apart = _is_apart(tile, ends, end)
     if tile.splits > 1:
-        assert blocks_n * blocks_t <= _MOST_TICKETS
         size = num_rows * num_outputs
         if not is_apart:
+            assert blocks_n * blocks_t <= _MOST_TICKETS
             size = blocks_n * blocks_t * tile.block_t * tile.block_n
             ends = ends._replace(ticket=tickets(x.device))
         partial = torch.empty(size * tile.splits, dtype=torch.float32, device=x.device)
@@ -255,7 +255,7 @@ def _tile(x_TK: Tensor, product: Product, end: tl.constexpr) -> Tile:
 def _is_apart(tile: Tile, ends: Ends, end: tl.constexpr) -> bool:
     """Whether a kernel of its own adds up the shares: it finishes no norm and places no heads."""
     can_be = ends.squares is None and end.value in (PLAIN.value, ADDED.value)
-    return can_be and tile.is_apart and tile.splits > 1
+    return can_be and tile.kind == "tma" and tile.is_apart and tile.splits > 1
 
 
 def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:

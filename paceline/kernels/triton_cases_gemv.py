@@ -53,6 +53,8 @@ SMALL = {
     "tma-few-rows-bias": Shape(21, 112, 96, ALL, Tile("tma", 32, 64, 32, 4, 2), True),
     "tma-many-rows": Shape(131, 112, 96, ALL, Tile("tma", 64, 32, 32, 4, 2)),
     "tma-splits": Shape(70, 112, 160, ("heads", "added"), Tile("tma", 128, 32, 32, 4, 2, 2), True),
+    "tma-two-rows": Shape(2, 112, 96, ALL, Tile("tma", 32, 64, 32, 4, 2)),
+    "tma-two-rows-splits": Shape(2, 96, 160, ("heads", "added"), Tile("tma", 32, 64, 32, 4, 2, 2)),
     "tma-few-rows-splits": Shape(9, 96, 80, ALL, Tile("tma", 16, 64, 16, 4, 2, 3)),
     "tma-apart": Shape(70, 112, 96, ALL, Tile("tma", 64, 32, 32, 4, 2, 2, 0, True, True), True),
     "one-row-by-default": Shape(1, 96, 72, ("heads", "added")),
@@ -66,6 +68,10 @@ LARGE = {
     "8b-thirty-rows": Shape(
         30, 6144, 4096, ("heads", "gated"), Tile("tma", 32, 128, 64, 4, 5, 1, 512), False, 8, 128
     ),
+    "8b-five-rows": Shape(
+        5, 6144, 4096, ("heads", "added"), Tile("tma", 32, 64, 64, 4, 6, 2, 512), False, 8, 128
+    ),
+    "8b-five-rows-gated": Shape(5, 6144, 4096, ("gated",), Tile("tma", 32, 128, 64, 4, 5, 1, 512)),
     "8b-hundred-rows": Shape(
         100, 6144, 4096, ("heads", "gated"), Tile("tma", 128, 128, 64, 8, 3, 1, 512), False, 8, 128
     ),

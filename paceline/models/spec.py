@@ -357,7 +357,8 @@ def _experts(config: Config, **values: Any) -> MoeSpec:
             f"config.json: num_experts_per_tok is {moe.num_chosen}, but only {candidates} experts "
             "can be chosen from."
         )
-    if moe.num_groups > 1 and (moe.num_experts % moe.num_groups or candidates < 2):
+    is_uneven = moe.num_experts % moe.num_groups or moe.num_experts < 2 * moe.num_groups
+    if moe.num_groups > 1 and is_uneven:
         raise CheckpointError(
             f"config.json: {moe.num_experts} experts do not divide over {moe.num_groups} groups of "
             "two or more."

@@ -176,7 +176,10 @@ SOLO = Group("tp", [0], 0, Contract(), None)
 
 
 def open_store(folder: str, num_ranks: int) -> Any:
-    """Where ranks of one machine find each other: a file, so that no port can be taken."""
+    """Where ranks of one machine find each other: a file, so that no port can be taken.
+
+    One alone has nobody to find, and keeps what it says to itself.
+    """
     stores: Any = vars(dist)  # exported, but not to type checkers
     if num_ranks == 1:
         return stores["HashStore"]()

@@ -126,7 +126,8 @@ class SequencePages:
         index = len(pages)
         count = self.num_missing(live, length)
         ahead = min(num_ahead, live.most_pages - index - count, self._max_row_appends - count)
-        fresh = self.pool.allocate(count, pages[-1], ahead)
+        # What a row needs it gets, even if its packet then complains.
+        fresh = self.pool.allocate(count, pages[-1], max(ahead, 0))
         if fresh is None:
             return False
         pages += fresh

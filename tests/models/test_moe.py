@@ -21,6 +21,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes, load_decoder
 from paceline.models.spec import read_spec
 from paceline.models.weights import open_weights
+from paceline.parallel.collectives import Group
+from paceline.parallel.contract import Contract
+from paceline.parallel.groups import ALONE, Groups
 from tests.models.test_decoder import CPU, EXACT, load, paged_logits
 from tests.tiny import LATENT_FAMILIES, MOE_FAMILIES, VOCAB, save_tiny
 
@@ -235,6 +238,26 @@ def test_a_shared_expert_is_stacked_with_the_others_where_shapes_are_fixed(
         assert block.shared is None
     assert all(x.mlp.shared for x in apart.layers if isinstance(x.mlp, MoeMlp))
     assert stacked.nbytes == 4 * spec.num_parameters
+
+
+@torch.no_grad()
+def test_slices_of_stacked_experts_add_up_over_ranks(tmp_path: Path) -> None:
+    """Tensor parallel: a rank's slice of the shared expert is as many slices of others."""
+    save_tiny(tmp_path, "glm4-moe-lite", n_shared_experts=2)
+    files = locate(str(tmp_path))
+    spec, source = read_spec(files.config), open_weights(files)
+    groups = [Groups(tp=Group("tp", [0, 1], rank, Contract(), None)) for rank in (0, 1)]
+    whole, *parts = (
+        load_decoder(spec, source, FIXED, max_model_len=64, groups=x) for x in (ALONE, *groups)
+    )
+    x_TD = torch.randn(7, spec.hidden_size)
+    blocks = [[x.mlp for x in model.layers] for model in (whole, *parts)]
+    experts = [x for x in zip(*blocks, strict=True) if isinstance(x[0], MoeMlp)]
+    assert experts
+    for one, first, second in experts:
+        assert isinstance(first, MoeMlp)
+        assert first.shared is None
+        torch.testing.assert_close(first(x_TD) + second(x_TD), one(x_TD), rtol=1e-4, atol=1e-5)
 
 
 MIXTRAL: dict[str, Any] = {

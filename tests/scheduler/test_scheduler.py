@@ -339,6 +339,17 @@ def test_a_step_brings_no_more_pages_to_a_row_than_it_can(max_k: int) -> None:
     assert most == 6
 
 
+def test_a_row_gets_the_pages_that_it_needs_whatever_a_step_can_bring() -> None:
+    """Too many are for the packet to refuse; too few would let a row write over others'."""
+    info = runner_info(max_k=7, num_pages=400, page_size=2, max_model_len=400, max_row_appends=1)
+    harness = Harness(info)
+    harness.add(request(1, prompt(4), max_tokens=300, ignore_eos=True))
+    harness.run()
+    harness.check_outputs()
+    found = [x.page_appends for x in harness.runner.plans if x.page_appends is not None]
+    assert max(len(x.slot) for x in found) > 1
+
+
 def test_pages_held_in_advance_are_given_back_before_anybody_waits() -> None:
     harness = Harness(runner_info(num_pages=32, page_size=2, num_slots=4, max_model_len=60))
     first = harness.add(request(1, prompt(4), max_tokens=20))
