@@ -93,6 +93,17 @@ def test_a_step_may_open_several_pages_of_every_row(
     assert tokens(run(workshop, prompts, params, spec, **options)) == tokens(wanted)
 
 
+@pytest.mark.usefixtures("_fixed")
+def test_a_long_answer_in_a_roomy_pool_asks_for_no_more_pages_than_a_step_can_bring(
+    workshop: Workshop,
+) -> None:
+    """Pages are taken in advance where there are plenty; a packet has room for some."""
+    params = SamplingParams(temperature=0, max_tokens=230, ignore_eos=True, detokenize=False)
+    options = {"block_size": 1, "max_num_seqs": 2, "num_gpu_blocks_override": 2048}
+    outputs = run(workshop, PROMPTS[:2], params, NGRAM, **options)
+    assert [len(x[0]) for x in tokens(outputs)] == [230, 230]
+
+
 def assert_same_logprobs(got: Any, want: Any) -> None:
     assert (got is None) == (want is None)
     for one, other in zip(got or (), want or (), strict=True):
