@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.experts_layout_triton import Blocks, lay_out
-from paceline.kernels.triton_chain import dependent, wait_for_input
+from paceline.kernels.triton_chain import dependent, prefetch_to_l2, wait_for_input
 
 FEW_ROWS = 64  # up to here one tile has all rows of a step
 
@@ -303,14 +303,7 @@ def _begin(  # noqa: PLR0913
         at = matrix_ENK + expert.to(tl.int64) * OUTPUTS * INPUTS + row * INPUTS
         at = at[:, None] + tl.arange(0, 2)[None, :] * (AHEAD // 2)
         size: tl.constexpr = AHEAD // 2 * matrix_ENK.dtype.element_ty.primitive_bitwidth // 8
-        tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [at.to(tl.int64, bitcast=True), tl.full(at.shape, size, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch_to_l2(at, size)
     wait_for_input(IS_DEPENDENT)
 
 

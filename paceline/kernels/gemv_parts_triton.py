@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from paceline.kernels.triton_chain import prefetch_to_l2
+
 PLAIN = tl.constexpr(0)
 GATED = tl.constexpr(1)
 HEADS = tl.constexpr(2)
@@ -71,14 +73,7 @@ def pull_to_l2(w_ptr, row_N, start, cut):
     size: tl.constexpr = piece * w_ptr.dtype.element_ty.primitive_bitwidth // 8
     part = tl.arange(0, cut.PARTS) * piece
     at = w_ptr + row_N.to(tl.int64)[:, None] * cut.K + start + part[None, :]
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [at.to(tl.int64, bitcast=True), tl.full(at.shape, size, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_to_l2(at, size)
 
 
 @triton.jit

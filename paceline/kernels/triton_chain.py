@@ -28,3 +28,16 @@ def wait_for_input(IS_DEPENDENT: tl.constexpr):
     if IS_DEPENDENT:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_to_l2(at, SIZE: tl.constexpr):
+    """Ask for SIZE bytes at each of the addresses. Multiples of 16, on a GPU only."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at.to(tl.int64, bitcast=True), tl.full(at.shape, SIZE, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -23,22 +23,12 @@ from tests.gpu.engines import (
     open_llm,
     open_ranks,
 )
+from tests.parallel.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, detokenize=False)
 EXCHANGES = ("allgather_reducescatter", "alltoall")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel_size": 2},
-    "dp2": {"data_parallel_size": 2},
-    "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
-    "tp2-dp2-ep": {
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 2,
-        "enable_expert_parallel": True,
-    },
-}
 
 
 def options_of(workshop: Workshop, family: str, drafter: str, k: int = 3) -> dict[str, Any]:
