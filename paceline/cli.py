@@ -53,9 +53,10 @@ class ShortHelp(argparse.HelpFormatter):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the value is the exit code."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # also behind --help, which leaves by SystemExit
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -68,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return 1
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # a log on a full disk: nothing that Python should fail for at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def build_parser() -> Parser:
