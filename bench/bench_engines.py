@@ -4,10 +4,11 @@ usage: python bench/bench_engines.py ENGINE CASE[,CASE...] [--bs 1,8,32,64] [--l
   ENGINE  importable package with LLM and SamplingParams (paceline, vllm)
   CASE    sm | sm-eagle | l8 | l8-eagle | glm | glm-mtp | q30 (Qwen3-30B-A3B)
 
-Weights are random, acceptance is forced to a mean of 2.5 tokens per step (K = 3), so that engines
-are compared on the same work. Prompts of 128 tokens, greedy, no prefix cache. With random weights
-the bias of glm's router decides alone, here and elsewhere: all rows of a step choose the same four
-experts of a layer. q30's router has none: its rows spread over all experts, as real ones do.
+Weights are random, acceptance is forced to a mean of 2.5 tokens per step (K = 3: one draft always,
+another every second time), so that engines are compared on the same work. Prompts of 128 tokens,
+greedy, no prefix cache. With random weights the bias of glm's router decides alone, here and
+elsewhere: all rows of a step choose the same four experts of a layer. q30's router has none: its
+rows spread over all experts, as real ones do.
 TPOT = (time of 288 tokens - time of 32 tokens) / 256, medians of three runs or more (of so many as
 fill two seconds), prompts fresh each time.
 --load measures prompts and output under load instead. Each case has its engine to itself.

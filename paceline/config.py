@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -126,9 +127,11 @@ class SpeculativeConfig:
     # greedy drafts are one-hot: seeded tokens equal those without speculation
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    # mean tokens of a step, bonus included: the drafts accepted are the two nearest whole numbers
     synthetic_acceptance_length: float | None = None
+    # entry i: the chance that the first i + 1 drafts are all accepted
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    # let each request's k follow its own acceptance
+    # let each request's k follow its own acceptance, unless that is synthetic
     adaptive: bool = True
     # eagle3: after how many layers the target is read; else what the head's config.json says
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
@@ -180,8 +183,23 @@ class SpeculativeConfig:
                 f"synthetic_acceptance_length is {given[0]}; it counts the bonus and must lie "
                 f"between 1 and num_speculative_tokens + 1 = {k + 1}."
             )
-        if given[1] is not None and (len(given[1]) != k or any(not 0 <= r <= 1 for r in given[1])):
-            raise ConfigError(f"synthetic_acceptance_rates needs {k} numbers between 0 and 1.")
+        if given[1] is not None:
+            self._check_rates(given[1])
+
+    def _check_rates(self, rates: tuple[float, ...]) -> None:
+        k = self.num_speculative_tokens
+        if len(rates) != k or any(not 0 <= r <= 1 for r in rates):
+            raise ConfigError(
+                f"synthetic_acceptance_rates is {list(rates)}; it needs num_speculative_tokens = "
+                f"{k} numbers between 0 and 1."
+            )
+        for before, rate in pairwise(rates):
+            if rate > before:
+                raise ConfigError(
+                    f"synthetic_acceptance_rates rises from {before} to {rate}; entry i is the "
+                    "chance that the first i + 1 drafts are all accepted (not that of one draft "
+                    "given those before it), so that no entry exceeds the one before it."
+                )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:

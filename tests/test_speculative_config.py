@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.errors import ConfigError
+from paceline.runner.finding import forced_rates
 
 
 def parsed(**values: Any) -> SpeculativeConfig:
@@ -63,6 +64,59 @@ def test_taps_and_a_guessed_method_reach_the_engine_process() -> None:
     assert there.speculative == config.speculative
     assert there.speculative is not None
     assert there.speculative.eagle_aux_hidden_state_layer_ids == (1, 5, 9)
+
+
+def forced(**values: Any) -> SpeculativeConfig:
+    return parsed(method="ngram", rejection_sample_method="synthetic", **values)
+
+
+@pytest.mark.parametrize("length", [1, 1.0, 2.5, 3, 3.0])
+def test_an_acceptance_length_lies_between_the_bonus_alone_and_all_drafts_too(
+    length: float,
+) -> None:
+    assert forced(synthetic_acceptance_length=length).synthetic_acceptance_length == length
+
+
+@pytest.mark.parametrize("rates", [[0, 0], [1, 1], [0.5, 0.5], [0.9, 0.3], [1, 0]])
+def test_acceptance_rates_may_stay_or_fall(rates: list[float]) -> None:
+    assert forced(synthetic_acceptance_rates=rates).synthetic_acceptance_rates == tuple(rates)
+
+
+@pytest.mark.parametrize(
+    ("values", "conditional"),
+    [
+        ({"synthetic_acceptance_length": 2.5}, (1.0, 0.5)),
+        ({"synthetic_acceptance_length": 1}, (0.0, 0.0)),
+        ({"synthetic_acceptance_length": 3}, (1.0, 1.0)),
+        ({"synthetic_acceptance_rates": (0.8, 0.2)}, (0.8, 0.25)),
+    ],
+)
+def test_the_device_is_given_the_chance_of_each_draft_after_those_before_it(
+    values: dict[str, Any], conditional: tuple[float, ...]
+) -> None:
+    assert forced_rates(forced(**values)) == conditional
+    assert forced_rates(parsed(method="ngram")) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "exactly one of synthetic_acceptance_length and synthetic_acceptance_rates"),
+        ({"synthetic_acceptance_length": 0.9}, "is 0.9; it counts the bonus and must lie betw"),
+        ({"synthetic_acceptance_length": 3.1}, r"between 1 and num_speculative_tokens \+ 1 = 3"),
+        ({"synthetic_acceptance_length": float("nan")}, "length is nan"),
+        ({"synthetic_acceptance_rates": [0.5]}, r"is \[0.5\]; it needs num_spec.* = 2 numbers"),
+        ({"synthetic_acceptance_rates": [1.1, 0.5]}, "numbers between 0 and 1"),
+        ({"synthetic_acceptance_rates": [0.5, float("nan")]}, "numbers between 0 and 1"),
+        (
+            {"synthetic_acceptance_rates": [0.5, 0.7]},
+            r"rises from 0.5 to 0.7; entry i is the chance that the first i \+ 1 drafts are all",
+        ),
+    ],
+)
+def test_forced_acceptance_that_cannot_be_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        forced(**values)
 
 
 @pytest.mark.parametrize(

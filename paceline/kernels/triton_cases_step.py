@@ -312,6 +312,23 @@ def _finish_case(
     )
 
 
+# Seeds whose coins are the largest that there is for a draft at position 3, and one of the smallest
+# at position 4.
+COIN_SEEDS = (35517372, 48176533)
+
+
+def coin_scene() -> Scene:
+    """Two rows of three tokens and two drafts, with the seeds above."""
+    scene = Scene(2, ("verify",) * 2, is_uniform=True, seed=90)
+    slot_B, numbers = scene.slot_B, scene.numbers
+    numbers["num_tokens_S"][slot_B], numbers["num_computed_S"][slot_B] = 3, 2
+    numbers["min_len_S"][slot_B] = numbers["max_len_S"][slot_B] = 9  # nobody ends
+    numbers["drafts_SK"][slot_B] = 5
+    numbers["ids_SE"][slot_B, :2] = [(seed, 0) for seed in COIN_SEEDS]
+    scene.planned_B[:] = 3
+    return scene
+
+
 def mixed_scenes() -> Iterator[tuple[str, Callable[[], Scene]]]:
     """Every kind of row, packed and uniform, with and without drafts."""
     every = KINDS * 2
@@ -333,6 +350,7 @@ def cases() -> Iterator[TritonCase]:
         if name in ("packed-k3", "uniform-k0", "verify"):
             yield _finish_case(f"{name}-verdicts", scene, has_ok=True)
             yield _finish_case(f"{name}-forced", scene, rates=(0.8, 0.7, 0.9))
+    yield _finish_case("sure-forced", coin_scene, rates=(1.0, 0.0))
     over = partial(Scene, 4, ("full", "verify") * 2, past_limit=True, num_tail=2, seed=50)
     yield _inputs_case("past-limit", over)
     many = partial(Scene, 1, ("decode",) * 5, num_free=70, num_foreign=70, seed=60)

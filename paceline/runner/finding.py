@@ -49,7 +49,7 @@ from paceline.models.sharding import local_spec
 from paceline.models.spec import ModelSpec, read_spec
 from paceline.models.weights import open_weights
 from paceline.parallel.groups import ALONE, Groups
-from paceline.sampling.verify import synthetic_rates
+from paceline.sampling.verify import conditional_rates, synthetic_rates
 from paceline.state.pages import LayerPages
 
 Progress = Callable[[str, float], None]
@@ -217,10 +217,14 @@ def make_drafter(config: SpeculativeConfig | None, head: DraftHead | None) -> Dr
 
 
 def forced_rates(config: SpeculativeConfig | None) -> tuple[float, ...] | None:
-    """Chance of each draft under synthetic acceptance; None: drafts are verified."""
+    """Chance of each draft, given those before it, under synthetic acceptance.
+
+    None: drafts are verified.
+    """
     if config is None or config.rejection_sample_method == "standard":
         return None
-    if config.synthetic_acceptance_rates is not None:
-        return config.synthetic_acceptance_rates
-    assert config.synthetic_acceptance_length is not None
-    return synthetic_rates(config.synthetic_acceptance_length, config.num_speculative_tokens)
+    rates = config.synthetic_acceptance_rates
+    if rates is None:
+        assert config.synthetic_acceptance_length is not None
+        rates = synthetic_rates(config.synthetic_acceptance_length, config.num_speculative_tokens)
+    return conditional_rates(rates)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class AcceptRules:
 
     @classmethod
     def synthetic(cls, rates: tuple[float, ...], device: torch.device) -> AcceptRules:
+        """With `conditional_rates`."""
         return cls(torch.tensor(rates, dtype=torch.float32, device=device))
 
 
@@ -69,15 +71,17 @@ class Accepted:
 
 
 def synthetic_rates(length: float, k: int) -> tuple[float, ...]:
-    """Equal rates r for k drafts such that r + r^2 + ... + r^k = length - 1, the mean accepted."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(middle**i for i in range(1, k + 1)) < length - 1:
-            low = middle
-        else:
-            high = middle
-    return (high,) * k
+    """Chances that the first 1, 2, ... k drafts are all accepted, `length - 1` on average.
+
+    What is accepted in a step varies as little as that mean allows: whole drafts are sure, the
+    fraction is the chance of one more. So requests of a batch need nearly the same number of steps.
+    """
+    return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
+
+
+def conditional_rates(rates: tuple[float, ...]) -> tuple[float, ...]:
+    """The chance of each draft given those before it, out of the chances to get so far."""
+    return tuple(rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates)))
 
 
 def verify(

@@ -34,7 +34,13 @@ class DraftLengths:
         rows = info.num_slots + 1  # one for rows whose requests left their slots
         self.max_k = info.max_k
         self._counts_missing = info.pays_for_missing_drafts
-        self._is_adaptive = bool(info.max_k and speculative and speculative.adaptive)
+        self._is_adaptive = (
+            info.max_k > 0
+            and speculative is not None
+            and speculative.adaptive
+            # Coins say nothing about the drafts, and keep their mean only over all K of them.
+            and speculative.rejection_sample_method == "standard"
+        )
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
         self._k_S = np.zeros(info.num_slots, np.int32)
         self._drafted_S = np.ones(rows, np.float32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import SamplingParams
-from tests.e2e.engines import NGRAM, draft_model, eagle, eagle3, head, mtp, run, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle, eagle3, head, mtp, run, tiny_llm, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 
 FEATURES: list[dict[str, Any]] = [
@@ -201,19 +201,29 @@ def test_probabilistic_drafts_keep_the_targets_distribution(
         assert chi < len(common) + 5 * (2 * len(common)) ** 0.5
 
 
-def test_synthetic_acceptance_has_the_asked_mean_length(workshop: Workshop) -> None:
-    spec = {
-        **draft_model(workshop, 3),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 2.5,
-    }
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(("length", "most"), [(1.0, 0), (1.25, 1), (2.5, 2), (4.0, 3)])
+def test_synthetic_acceptance_has_the_asked_mean_length(
+    workshop: Workshop, length: float, most: int, adaptive: bool
+) -> None:
+    """Every step accepts `most` drafts or one fewer, and k stays even where few are accepted."""
+    forced = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    spec = draft_model(workshop, 3, **forced) | {"adaptive": adaptive}
     params = [
         SamplingParams(temperature=0, seed=i, max_tokens=100, ignore_eos=True) for i in range(12)
     ]
-    outputs = run(workshop, [PROMPTS[2]] * 12, params, spec, enable_prefix_caching=False)
+    with tiny_llm(workshop, spec, enable_prefix_caching=False) as llm:
+        prompts = [{"prompt_token_ids": PROMPTS[2]}] * 12
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.get_metrics()
+    assert len(stats.accepted_per_position) == most
+    # The last window of a request has room for fewer drafts, and may be cut.
+    whole = stats.num_drafts - 3 * len(outputs)
+    assert all(count >= whole for count in stats.accepted_per_position[:-1])
+    assert stats.num_draft_tokens >= 3 * whole
     emitted = sum(len(o.outputs[0].token_ids) - 1 for o in outputs)
     steps = sum(o.metrics.num_steps - 1 for o in outputs)
-    assert emitted / steps == pytest.approx(2.5, abs=0.15)
+    assert emitted / steps == pytest.approx(length, abs=0.08)
 
 
 @pytest.mark.trap("G3")

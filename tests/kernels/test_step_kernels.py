@@ -28,6 +28,7 @@ from paceline.kernels.triton_cases_step import (
     VOCAB,
     Scene,
     batch_rows,
+    coin_scene,
     unwritten,
 )
 from paceline.layers.attention import ForwardInputs
@@ -242,6 +243,17 @@ def test_a_finished_step_emits_and_moves_what_verify_and_advance_do(
     assert (rows.count_B[silent] == 0).all()
     assert (world.ring.stamp_E == 40 + seed).sum() == 1
     assert int(world.ring.ticket_1) == 0
+
+
+def test_a_rate_of_one_always_accepts_and_a_rate_of_nothing_never_does() -> None:
+    """With the largest coin that there is, and with one of the smallest."""
+    scene = coin_scene()
+    ring, state, rows = scene.begun(CPU)
+    token_N, bad_N, _ = scene.verdicts(rows, CPU)
+    assert not bad_N[: 2 * rows.shape.width].any()
+    finish_step(token_N, bad_N, None, rows, state, ring, Forced(torch.tensor((1.0, 0.0))))
+    assert_equal(rows.count_B[:2], [2, 2])
+    assert_equal(rows.token_BW[:2, 0], [5, 5])
 
 
 @SCENES

@@ -19,7 +19,7 @@ from paceline.request import EngineRequest, SamplingParams
 from paceline.sampling import fixed
 from paceline.sampling.draft import propose_tokens
 from paceline.sampling.params import features_of, slot_rows
-from paceline.sampling.verify import Accepted, AcceptRules, Tail, synthetic_rates, verify
+from paceline.sampling.verify import Accepted, AcceptRules, Tail, verify
 from paceline.sampling.window import Window
 from paceline.state.slots import LOGPROBS, Slots
 
@@ -213,7 +213,7 @@ def test_late_masks_bind_at_fixed_shapes(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_logprobs_are_those_of_what_is_emitted(seed: int) -> None:
-    for rates in (None, torch.tensor(synthetic_rates(2.5, MAX_K))):
+    for rates in (None, torch.full((MAX_K,), 0.7)):
         state = State(seed, Tail.FULL, MAX_K, samples_drafts=rates is None)
         accepted = state.as_it_is(Tail.FULL, AcceptRules(rates))
         is_forced = rates is not None

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import paceline.sampling.verify
+from paceline.kernels import rng
 from paceline.kernels.sampling import Knobs, distributions
+from paceline.kernels.triton_cases_step import COIN_SEEDS
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.sampling.params import pack_bits
 from paceline.sampling.verify import (
@@ -17,6 +19,7 @@ from paceline.sampling.verify import (
     Accepted,
     AcceptRules,
     Tail,
+    conditional_rates,
     synthetic_rates,
     verify,
 )
@@ -215,21 +218,49 @@ def test_sample_does_not_depend_on_its_neighbours() -> None:
         assert alone.token_BW[0, 0] == together.token_BW[b, 0]
 
 
-@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (1.7, 1), (2.5, 3), (3.9, 3), (4.0, 3)])
-def test_synthetic_rates_give_the_asked_length(length: float, k: int) -> None:
-    rates = synthetic_rates(length, k)
-    assert len(rates) == k
-    mean, chance = 1.0, 1.0
-    for rate in rates:
-        chance *= rate
-        mean += chance
-    assert mean == pytest.approx(length, abs=1e-6)
+@pytest.mark.parametrize(
+    ("length", "rates"),
+    [
+        (1, (0, 0, 0)),
+        (1.25, (0.25, 0, 0)),
+        (2, (1, 0, 0)),
+        (2.5, (1, 0.5, 0)),
+        (3, (1, 1, 0)),
+        (3.75, (1, 1, 0.75)),
+        (4, (1, 1, 1)),
+        (1.5, (0.5,)),
+        (2, (1,)),
+        (4.5, (1, 1, 1, 0.5, 0, 0, 0)),
+    ],
+)
+def test_an_acceptance_length_is_whole_drafts_and_a_chance_of_one_more(
+    length: float, rates: tuple[float, ...]
+) -> None:
+    assert synthetic_rates(length, len(rates)) == rates
+    assert 1 + sum(rates) == length
+    assert conditional_rates(rates) == rates
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forced_acceptance_meets_its_rates(temperature: float) -> None:
-    batch, k = 4000, 3
-    rates = (0.9, 0.5, 0.25)
+@pytest.mark.parametrize(
+    ("rates", "conditional"),
+    [
+        ((0.8, 0.4, 0.1), (0.8, 0.5, 0.25)),
+        ((0.7, 0.7, 0.7), (0.7, 1, 1)),
+        ((0.5, 0, 0), (0.5, 0, 0)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((1, 1, 1), (1, 1, 1)),
+        ((0.25,), (0.25,)),
+    ],
+)
+def test_rates_become_those_of_one_draft_given_the_ones_before(
+    rates: tuple[float, ...], conditional: tuple[float, ...]
+) -> None:
+    assert conditional_rates(rates) == conditional
+
+
+def forced(rates: tuple[float, ...], temperature: float, batch: int = 4000) -> Accepted:
+    """One step of so many windows, each with coins of its own."""
+    k = len(rates)
     slots = fresh_slots(1, temperature=temperature)
     slots.max_len_S.fill_(2**31 - 1)
     window = Window.packed(
@@ -239,15 +270,46 @@ def test_forced_acceptance_meets_its_rates(temperature: float) -> None:
         torch.arange(batch, dtype=torch.int32) * 8,
     )
     tail = Tail.SAMPLE if temperature else Tail.GREEDY
-    rules = AcceptRules.synthetic(rates, CPU)
-    accepted = check(torch.zeros(batch * (k + 1), VOCAB), window, slots, tail=tail, rules=rules)
+    rules = AcceptRules.synthetic(conditional_rates(rates), CPU)
+    return check(torch.zeros(batch * (k + 1), VOCAB), window, slots, tail=tail, rules=rules)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rates", [(0.9, 0.45, 0.1), (1.0, 0.5, 0.5), (0.3, 0.0, 0.0)], ids=str)
+def test_forced_acceptance_meets_its_rates(rates: tuple[float, ...], temperature: float) -> None:
+    accepted = forced(rates, temperature)
     num = accepted.num_accepted_B
-    reached = batch
     for j, rate in enumerate(rates):
-        passed = int((num > j).sum())
-        assert abs(passed / reached - rate) < 5 * (rate * (1 - rate) / reached) ** 0.5
-        reached = passed
+        share = float((num > j).float().mean())
+        assert abs(share - rate) <= 5 * (rate * (1 - rate) / len(num)) ** 0.5
     assert (accepted.count_B == num + 1).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("length", "counts"),
+    [(1, [1]), (1.25, [1, 2]), (2, [2]), (2.5, [2, 3]), (3.9, [3, 4]), (4, [4])],
+)
+def test_a_forced_step_emits_one_of_the_two_lengths_next_to_the_asked_one(
+    length: float, counts: list[int], temperature: float
+) -> None:
+    accepted = forced(synthetic_rates(length, 3), temperature)
+    assert accepted.count_B.unique().tolist() == counts
+    assert float(accepted.count_B.float().mean()) == pytest.approx(length, abs=0.04)
+
+
+def test_a_rate_of_one_always_accepts_and_a_rate_of_nothing_never_does() -> None:
+    """With the largest coin that there is, and with one of the smallest."""
+    slots = fresh_slots(2)
+    slots.seed_S2[:2] = torch.tensor([(seed, 0) for seed in COIN_SEEDS])
+    position_2 = torch.tensor([3, 4], dtype=torch.int32)
+    high, low = rng.uniform(slots.seed_S2[:2], position_2, rng.ACCEPT).tolist()
+    assert high == 1 - 2**-24  # the next number is 1
+    assert 0 < low < 1e-8
+    rules = AcceptRules.synthetic((1.0, 0.0), CPU)
+    window = window_of([[9, 9]] * 2, length=3)
+    accepted = check(some_logits(6), window, slots, tail=Tail.GREEDY, rules=rules)
+    assert accepted.num_accepted_B.tolist() == [1, 1]
 
 
 @pytest.mark.trap("E11")

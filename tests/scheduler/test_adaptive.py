@@ -101,8 +101,21 @@ def test_a_new_request_in_the_slot_starts_afresh() -> None:
     assert k_of(draft) == K
 
 
-def test_without_adaptive_k_stays() -> None:
-    draft = lengths(adaptive=False)
+def forced_lengths() -> DraftLengths:
+    spec = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=K,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=1.0,
+    )
+    assert spec.adaptive
+    return DraftLengths(runner_info(max_k=K, num_slots=2), spec)
+
+
+@pytest.mark.parametrize(
+    "draft", [lengths(adaptive=False), forced_lengths()], ids=["off", "forced"]
+)
+def test_k_stays_without_adaptive_and_under_forced_acceptance(draft: DraftLengths) -> None:
     draft.start(0, None)
     learn(draft, steps=40, drafts=K, accepted=0)
     assert k_of(draft) == K
