@@ -17,7 +17,7 @@ import torch
 
 from paceline.kernels.activation_triton import silu_and_mul
 from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.attention_triton import paged_attention, prepare
+from paceline.kernels.attention_triton import paged_attention, prepare_attention
 from paceline.kernels.norm_triton import add_rms_norm, rms_norm
 from paceline.kernels.rope_triton import place_heads
 
@@ -70,7 +70,7 @@ def attention_cell(
 
     def make(num_sets: int) -> list[Callable[[], Any]]:
         batch, num_slots = _batch(model, rows, width)
-        prepare(batch, num_entries, model.num_kv)
+        prepare_attention(batch, num_entries, model.num_kv)
         qkv_TD = torch.randn(num_entries, model.qkv_width, device=DEVICE).to(dtype)
         shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
         caches = torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
@@ -121,7 +121,7 @@ def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[Atten
 def prepare_cell(model: Model, num_rows: int, length: int) -> Cell:
     def make(num_sets: int) -> list[Callable[[], Any]]:
         batch, _ = _batch(model, [(1, length)] * num_rows, 1)
-        return [partial(prepare, batch, num_rows, model.num_kv)] * num_sets
+        return [partial(prepare_attention, batch, num_rows, model.num_kv)] * num_sets
 
     return Cell("prepare", f"{num_rows} at {length}", make, 0.0)
 

@@ -22,7 +22,7 @@ class AttentionWork(NamedTuple):
     """A pass's attention cut into items, on the device: made once, read by every layer."""
 
     span_E8: Tensor  # int32: spans of KV of rows with few queries
-    tile_E4: Tensor  # int32: query tiles of rows with many
+    tile_E8: Tensor  # int32: query tiles of rows with many
     count_2: Tensor  # int32: how many there are of each
     merge_T4: Tensor  # int32: which partial results make up an entry
     num_partials: int  # so many of span_E8 at most have a partial result
@@ -42,7 +42,7 @@ class AttentionBatch:
     query_len_B: Tensor | None = None
     max_query_len: int = 0  # no row of this shape has more queries
     window: int | None = None  # positions that a query sees, its own included; None: all
-    work: AttentionWork | None = None  # made by the pass's first layer, on a GPU
+    work: AttentionWork | None = None  # made before the pass's first layer, on a GPU
     _rows: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:

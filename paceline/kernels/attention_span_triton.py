@@ -8,7 +8,7 @@ there is, so whoever merges does the same: bits depend on nothing but the row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,10 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
-from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, SHORT, STRETCH, span_rows
+from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, span_rows
 from paceline.kernels.triton_chain import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
+# Query tiles times KV heads for which more programs at once are worth more than deeper pipelines:
+# three programs on each multiprocessor of an H200 would have to go around twice.
+MANY_TILES = 396
+FEW_RESULTS = 512  # entries times KV heads for which there is a program each
 
 
 class SpanTiles(NamedTuple):
@@ -28,14 +32,18 @@ class SpanTiles(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    most_registers: int | None = None  # of a thread, so that so many programs have room
 
 
-def span_tiles(dtype: torch.dtype, padded_size: int) -> SpanTiles:
-    """By the shared memory that keys and values of a few blocks take."""
+def span_tiles(dtype: torch.dtype, padded_size: int, most_tiles: int) -> SpanTiles:
+    """By the shared memory that keys and values of a few blocks take, and by how many query tiles
+    there may be: bits do not depend on any of it."""
     num_bytes = 2 * BLOCK * padded_size * dtype.itemsize
     if num_bytes > 2**15:
         num_warps = 8 if dtype == torch.float32 else 4  # no tensor cores: many registers
         return SpanTiles(num_warps, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
+    if most_tiles > MANY_TILES:
+        return SpanTiles(4, num_stages=2, programs_per_sm=4, most_registers=128)
     return SpanTiles(4, num_stages=3, programs_per_sm=3)
 
 
@@ -47,13 +55,15 @@ def attend_spans(
     work: AttentionWork,
     scale: float,
     out_TD: Tensor,
+    launch: dict[str, Any],
 ) -> None:
     """Fill the outputs of short rows, and those of entries that nobody owns with zeros."""
     num_kv_heads, _, head_size = key_NSH.shape
     group = batch.group_size
     padded_size = max(16, triton.next_power_of_2(head_size))
     rows = span_rows(group)
-    tiles = span_tiles(qkv_TD.dtype, padded_size)
+    most_tiles = (len(work.span_E8) - work.num_partials) * num_kv_heads
+    tiles = span_tiles(qkv_TD.dtype, padded_size, most_tiles)
     partial_rows = (min(batch.max_query_len or rows, rows // group)) * group
     shape = (work.num_partials, num_kv_heads, partial_rows)
     sums = torch.empty((*shape, head_size), dtype=torch.float32, device=qkv_TD.device)
@@ -73,10 +83,10 @@ def attend_spans(
         WINDOW=batch.window or 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **dependent(),
+        maxnreg=tiles.most_registers,
+        **launch,
     )
-    # Among prompts few entries have anything to merge: a program looks at several.
-    at_once = 1 if (batch.max_query_len or len(qkv_TD)) <= SHORT else 8
+    at_once = _entries_at_once(len(qkv_TD) * num_kv_heads)
     _merge_kernel[(triton.cdiv(len(qkv_TD), at_once), num_kv_heads)](
         *(out_TD, sums, states, work.merge_T4, partial_rows, len(qkv_TD)),
         KV_HEADS=num_kv_heads,
@@ -90,6 +100,11 @@ def attend_spans(
         num_warps=4,
         **dependent(),
     )
+
+
+def _entries_at_once(num_results: int) -> int:
+    """So many does a program look at: the more there are, the fewer have anything to merge."""
+    return min(max(num_results // FEW_RESULTS, 1), 8)
 
 
 def num_programs(device: torch.device, tiles: SpanTiles, most_items: int) -> int:
@@ -127,20 +142,22 @@ def _span_kernel(  # noqa: PLR0913
     WINDOW: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    wait_for_input(IS_DEPENDENT)
+    # The lists are older than the kernel in front, so they need not wait for it.
     num_items = tl.load(count_2) * KV_HEADS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     # A program's next item is on its way while it works on one; the first may not exist.
-    record = _load_item(span_E8, tl.program_id(0) // KV_HEADS, True)
+    record = _load_item(span_E8, tl.program_id(0) // KV_HEADS, tl.program_id(0) < num_items)
+    next_page = _first_pages(table_SP, table_stride, record, PAGE, SIZE)
+    wait_for_input(IS_DEPENDENT)
     for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
         head = index % KV_HEADS
         entry, num_queries, first_position, begin, end, slot, partial = record
         after = index + tl.num_programs(0)
         record = _load_item(span_E8, after // KV_HEADS, after < num_items)
+        page = next_page
+        next_page = _first_pages(table_SP, table_stride, record, PAGE, SIZE)
         entry = entry.to(tl.int64)
-        table = table_SP + slot.to(tl.int64) * table_stride
-        page = pages_at(table, begin + tl.arange(0, SIZE), end, PAGE)
         inside = (row < num_queries * GROUP)[:, None] & (column < HEAD)[None, :]
         # The heads of a group lie side by side in a query's entry.
         offset = head * GROUP * HEAD + (row % GROUP)[:, None] * HEAD + column[None, :]
@@ -150,7 +167,7 @@ def _span_kernel(  # noqa: PLR0913
             query,
             key_NSH + cache_stride.to(tl.int64) * head,
             value_NSH + cache_stride.to(tl.int64) * head,
-            table,
+            table_SP + slot.to(tl.int64) * table_stride,
             page,
             first_position + row // GROUP,
             begin,
@@ -189,6 +206,14 @@ def _load_item(span_E8, item, exists):
         tl.load(at + 5, mask=exists, other=0),
         tl.load(at + 6, mask=exists, other=0),
     )
+
+
+@triton.jit
+def _first_pages(table_SP, table_stride, record, PAGE: tl.constexpr, SIZE: tl.constexpr):
+    """The pages of an item's first block."""
+    _, _, _, begin, end, slot, _ = record
+    table = table_SP + slot.to(tl.int64) * table_stride
+    return pages_at(table, begin + tl.arange(0, SIZE), end, PAGE)
 
 
 @triton.jit
@@ -303,10 +328,10 @@ def _merge_kernel(  # noqa: PLR0913
     IS_DEPENDENT: tl.constexpr,
 ):
     """Partial results of entries and a KV head into their outputs; zeros where nobody owns one."""
-    wait_for_input(IS_DEPENDENT)
     first = tl.program_id(0) * ENTRIES
     entry = first + tl.arange(0, ENTRIES)
     num_spans = tl.load(merge_T4 + entry * 4 + 1, mask=entry < num_entries, other=0)
+    wait_for_input(IS_DEPENDENT)
     if tl.max(tl.abs(num_spans), 0) > 0:
         for i in range(ENTRIES):
             _merge_entry(

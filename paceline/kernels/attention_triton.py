@@ -12,11 +12,13 @@ from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.attention_prefill_triton import attend_tiles
 from paceline.kernels.attention_span_triton import attend_spans
 from paceline.kernels.attention_work_triton import SHORT, TILE_ROWS, make_work
+from paceline.kernels.triton_chain import after_all, dependent
 
 
-def prepare(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
-    """What the first layer of a pass does for all others. A batch is one pass: its lengths, once
-    they are on the device, do not change."""
+def prepare_attention(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
+    """Once for all layers of a pass, and before anything of its first: attention reads the lists
+    while the kernel in front of it still runs. A batch is one pass: its lengths, once they are on
+    the device, do not change."""
     batch.work = make_work(batch, num_entries, num_kv_heads)
 
 
@@ -28,12 +30,14 @@ def paged_attention(
     assert batch.group_size <= TILE_ROWS, f"groups of {batch.group_size}, at most {TILE_ROWS}"
     assert num_slots * head_size < 2**31, "the offset of a slot within its head has 32 bits"
     num_entries = len(qkv_TD)
+    launch = dependent()
     if batch.work is None:
-        prepare(batch, num_entries, num_kv_heads)
-    assert batch.work is not None
+        prepare_attention(batch, num_entries, num_kv_heads)
+        launch = after_all()
     work = batch.work
+    assert work is not None
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
-    attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
+    attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD, launch)
     if (batch.max_query_len or num_entries) > SHORT:
         attend_tiles(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
     return out_TD

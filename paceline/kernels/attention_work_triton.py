@@ -64,14 +64,14 @@ def make_work(
 
     work = AttentionWork(
         span_E8=integers(num_partials + num_short_tiles, 8),
-        tile_E4=integers(num_tiles, 4),
+        tile_E8=integers(num_tiles, 8),
         count_2=integers(2),
         merge_T4=integers(num_entries, 4),
         num_partials=num_partials,
     )
     _work_kernel[(num_rows + triton.cdiv(num_entries, ENTRIES_AT_ONCE),)](
         *(row_start_B, query_len_B, batch.length_B, batch.slot_B),
-        *(work.span_E8, work.tile_E4, work.count_2, work.merge_T4),
+        *(work.span_E8, work.tile_E8, work.count_2, work.merge_T4),
         *(num_rows, num_entries, num_pages * batch.page_size),
         LONGEST_SHORT=SHORT,
         SPAN_QUERIES=span_queries,
@@ -100,7 +100,7 @@ def _work_kernel(  # noqa: PLR0913
     length_B,
     slot_B,
     span_E8,
-    tile_E4,
+    tile_E8,
     count_2,
     merge_T4,
     num_rows,
@@ -159,7 +159,7 @@ def _work_kernel(  # noqa: PLR0913
     seen = tl.minimum(length, table_length) - base
     is_fine = is_fine & (seen <= FINE * MOST_FINE)
     if query_len > LONGEST_SHORT:
-        _write_tiles(tile_E4, my_tile, start, query_len, length, slot, TILE_QUERIES)
+        _write_tiles(tile_E8, my_tile, start, query_len, length, slot, TILE_QUERIES)
     else:
         _write_spans(
             span_E8,
@@ -297,18 +297,20 @@ def _first_seen(length, query_len, COARSE: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _write_tiles(tile_E4, first_tile, start, query_len, length, slot, TILE_QUERIES: tl.constexpr):
+def _write_tiles(tile_E8, first_tile, start, query_len, length, slot, TILE_QUERIES: tl.constexpr):
     """The tiles with the longest way through KV come first: the short ones fill up the end."""
     num_tiles = tl.cdiv(query_len, TILE_QUERIES)
     for first in range(0, num_tiles, 64):
         index = first + tl.arange(0, 64)
         query = (num_tiles - 1 - index) * TILE_QUERIES
         inside = index < num_tiles
-        tile_at = tile_E4 + (first_tile + index) * 4
+        tile_at = tile_E8 + (first_tile + index) * 8
         tl.store(tile_at, start + query, mask=inside)
         tl.store(tile_at + 1, tl.minimum(query_len - query, TILE_QUERIES), mask=inside)
         tl.store(tile_at + 2, length - query_len + query, mask=inside)
         tl.store(tile_at + 3, tl.broadcast_to(slot, (64,)), mask=inside)
+        # The row's first position in this step.
+        tl.store(tile_at + 4, tl.broadcast_to(length - query_len, (64,)), mask=inside)
 
 
 @triton.jit

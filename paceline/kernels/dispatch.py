@@ -33,6 +33,8 @@ class Kernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor]
     place_heads: Callable[[Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
+    # What all layers' attention shares, before the first of them; None: nothing.
+    prepare_attention: Callable[[AttentionBatch, int, int], None] | None = None
 
 
 REFERENCE = Kernels(
@@ -78,6 +80,7 @@ def _triton_kernels() -> Kernels:
         activation_triton.silu_and_mul,
         rope_triton.place_heads,
         attention_triton.paged_attention,
+        attention_triton.prepare_attention,
     )
 
 

@@ -343,7 +343,7 @@ def latent_tile_kernel(  # noqa: PLR0913
     query_TNH,
     page_SH,
     out_TNL,
-    tile_E4,
+    tile_E8,
     count_2,
     table_SP,
     scale,
@@ -365,7 +365,7 @@ def latent_tile_kernel(  # noqa: PLR0913
     wait_for_input(IS_DEPENDENT)
     if tl.program_id(1) >= tl.load(count_2 + 1):
         return
-    tile_at = tile_E4 + tl.program_id(1) * 4
+    tile_at = tile_E8 + tl.program_id(1) * 8
     part = tl.program_id(0) // TILES
     first_row = tl.program_id(0) % TILES * ROWS
     num_rows = tl.load(tile_at + 1) * GROUP

@@ -204,8 +204,8 @@ def _attend_tiles(
     tiles = query_tiles(query_TNH.dtype, out_TNL.shape[1])
     parts = out_TNL.shape[1] // tiles.group
     num_tiles = triton.cdiv(TILE_ROWS, tiles.rows)
-    latent_tile_kernel[(parts * num_tiles, len(work.tile_E4))](
-        *(query_TNH, page_NSH, out_TNL, work.tile_E4, work.count_2, batch.table_SP),
+    latent_tile_kernel[(parts * num_tiles, len(work.tile_E8))](
+        *(query_TNH, page_NSH, out_TNL, work.tile_E8, work.count_2, batch.table_SP),
         *(scale * LOG2_E, batch.table_SP.stride(0)),
         batch.table_SP.shape[1] * batch.page_size,
         **_sizes(query_TNH, batch, tiles, out_TNL.shape[2]),

@@ -85,6 +85,16 @@ def _mixed_shapes() -> Iterator[_Named]:
     yield _Named("mixed, group of 8", Shape([(17, 17), (33, 100)], (8, 1), 80))
     yield _Named("prompt", Shape([(100, 100)], (4, 1), 128), few)
     yield _Named("chunk with history", Shape([(64, 290), (16, 16)], (4, 1), 64, page_size=4))
+    # So many entries that keys and values of the step are not fetched from the pages. Rows begin
+    # within a block, at its first and at its last position; they end with qkv_TD or before a gap.
+    halves = (torch.float16, torch.bfloat16)
+    rows = [(90, 133), (70, 70), DEAD, (20, 31), (1, 70), (130, 258)]
+    yield _Named("chunks of a large step", Shape(rows, (2, 1), 64), halves)
+    rows = [(100, 227), (40, 40), (150, 413)]
+    yield _Named("chunks of a large step, gaps", Shape(rows, (4, 1), 128, gap=3), halves)
+    rows = [(200, 263), (64, 65)]
+    yield _Named("chunks of a large step, group of 3", Shape(rows, (6, 2), 64), halves)
+    yield _Named("chunks of a large step, odd heads", Shape(rows, (2, 1), 48), halves)
 
 
 def _windows() -> Iterator[_Named]:
@@ -130,9 +140,10 @@ def arguments(shape: Shape) -> Callable[[torch.device, torch.dtype], Arguments]:
         )
         width = (num_q + 2 * num_kv) * shape.head_size
         random = torch.Generator(device).manual_seed(4)
-        qkv_TD = torch.randn(shape.num_entries, width, generator=random, device=device)
+        qkv_TD = torch.randn(shape.num_entries, width, generator=random, device=device).to(dtype)
         batch = attention_batch(shape, table_SP, device)
-        return qkv_TD.to(dtype), key_NSH, value_NSH, batch, shape.head_size**-0.5
+        _fill_own(qkv_TD, key_NSH, value_NSH, batch)
+        return qkv_TD, key_NSH, value_NSH, batch, shape.head_size**-0.5
 
     return make
 
@@ -157,6 +168,21 @@ def attention_batch(shape: Shape, table_SP: Tensor, device: torch.device) -> Att
         max_query_len=shape.width or shape.num_entries,
         window=shape.window,
     )
+
+
+def _fill_own(qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch) -> None:
+    """Behind a row's queries lie their keys and values as the pages have them; elsewhere NaN."""
+    num_kv, _, head_size = key_NSH.shape
+    own_TD = qkv_TD[:, -2 * num_kv * head_size :]
+    own_TD.fill_(float("nan"))
+    assert batch.query_len_B is not None
+    lengths = (batch.row_start_B, batch.query_len_B, batch.length_B, batch.slot_B)
+    for start, count, length, slot in zip(*(x.tolist() for x in lengths), strict=True):
+        position = torch.arange(length - count, length, device=qkv_TD.device)
+        page = batch.table_SP[slot, position // batch.page_size].long()
+        flat = page * batch.page_size + position % batch.page_size
+        both = torch.cat((key_NSH[:, flat], value_NSH[:, flat])).transpose(0, 1)
+        own_TD[start : start + count] = both.flatten(1)
 
 
 def _slots(shape: Shape) -> Tensor:

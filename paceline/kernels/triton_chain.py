@@ -1,7 +1,8 @@
 """Dependent launches: a kernel may be launched while the one in front still runs.
 
-Every kernel that is launched so waits, before it touches anything that another one writes; whoever
-left the wait out would let the kernel behind it run ahead of the kernel in front.
+Every kernel that is launched so waits, before it touches anything that the kernel in front writes;
+whoever left the wait out would let the kernel behind it run ahead of the kernel in front. What
+older kernels wrote is there before the wait: the one in front has waited for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ def dependent() -> dict[str, Any]:
     """Launch options, and the constexpr that `wait_for_input` takes."""
     options: dict[str, Any] = {"IS_DEPENDENT": IS_DEPENDENT}
     return {**options, "launch_pdl": True} if IS_DEPENDENT else options
+
+
+def after_all() -> dict[str, Any]:
+    """The same for a kernel that reads, before it waits, what the one in front of it writes."""
+    return {**dependent(), "launch_pdl": False} if IS_DEPENDENT else dependent()
 
 
 @triton.jit

@@ -104,6 +104,9 @@ class LayerStack:
         two ends are the caller's.
         """
         inputs.attention.window = self.spec.sliding_window
+        prepare = self.kernels.prepare_attention
+        if prepare is not None and self.spec.mla is None:
+            prepare(inputs.attention, len(residual_TD), self.spec.num_kv_heads)
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
         if self.fused is not None:
             return self.fused(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)

@@ -33,7 +33,7 @@ def fuse_layers(
     linears = [x for y in dense for x in (y.qkv, y.o, y.gate_up, y.down)]
     if all(isinstance(x, CudaLinear) for x in linears):
         return CudaLayers(spec, dense, kernels)
-    has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True))
+    has_references = any(x is y for x, y in zip(kernels, REFERENCE, strict=True) if x is not None)
     if has_references or not has_numba(device) or spec.sliding_window is not None:
         return None
     weights: list[tuple[PanelWeight, ...]] = []

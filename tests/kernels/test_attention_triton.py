@@ -20,7 +20,7 @@ def outcome(
     device: torch.device, batch_rows: list[int], width: int = 4, window: int | None = None
 ) -> Tensor:
     """The last query of each of these rows of SHAPE, computed in a batch of them alone."""
-    from paceline.kernels.attention_triton import paged_attention, prepare
+    from paceline.kernels.attention_triton import paged_attention
 
     qkv_TD, key, value, batch, scale = arguments(replace(SHAPE, window=window))(
         device, torch.float16
@@ -43,7 +43,6 @@ def outcome(
     count_B = query_len_B.long()
     for i, (count, last) in enumerate(zip(count_B.tolist(), last_B.tolist(), strict=True)):
         query_TD[i * width : i * width + count] = qkv_TD[last + 1 - count : last + 1]
-    prepare(part, len(query_TD), len(key))
     found = paged_attention(query_TD, key, value, part, scale)
     return found[part.row_start_B.long() + count_B.clamp(min=1) - 1]
 
@@ -79,25 +78,43 @@ def test_bits_are_the_rows_own_business_on_the_gpu() -> None:
     check_bits("cuda")
 
 
+def test_prompts_have_the_same_bits_however_they_are_cut_into_chunks_interpreted() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_chunks", "cpu")
+
+
 @pytest.mark.gpu
 def test_prompts_have_the_same_bits_however_they_are_cut_into_chunks() -> None:
-    check_chunks(torch.device("cuda"))
-    check_chunks(torch.device("cuda"), window=100)
+    check_chunks("cuda")
+    check_chunks("cuda", window=100)
+    check_chunks("cuda", head_size=128)
 
 
-def check_chunks(device: torch.device, window: int | None = None) -> None:
+def check_chunks(device_name: str, window: int | None = None, head_size: int = 64) -> None:
+    """Chunks begin anywhere within blocks; those of few entries read their own keys in the pages,
+    others in qkv_TD, where they lie between NaN."""
+    from paceline.kernels.attention_prefill_triton import MOST_FUSED_ROWS
     from paceline.kernels.attention_triton import paged_attention
 
-    shape = Shape([(700, 700)], (8, 2), 64, window=window)
-    qkv_TD, key, value, batch, scale = arguments(shape)(device, torch.float16)
+    shape = Shape([(700, 700)], (4, 1), head_size, window=window)
+    qkv_TD, key, value, batch, scale = arguments(shape)(torch.device(device_name), torch.float16)
     whole = paged_attention(qkv_TD, key, value, batch, scale)
-    for begin, end in ((0, 300), (300, 700), (17, 520)):
-        part = replace(
-            batch,
-            query_len_B=torch.full_like(batch.query_len_B, end - begin),
-            length_B=torch.full_like(batch.length_B, end),
-            max_query_len=end - begin,
-            work=None,
-        )
-        found = paged_attention(qkv_TD[begin:end], key, value, part, scale)
-        assert torch.equal(found, whole[begin:end]), (begin, end)
+    nan_TD = torch.full_like(qkv_TD[:150], float("nan"))
+    for begin, end in ((0, 300), (127, 500), (300, 700), (640, 700), (100, 300)):
+        count = end - begin
+        for after in (1, 150):
+            part = replace(
+                batch,
+                row_start_B=torch.full_like(batch.row_start_B, 5),
+                query_len_B=torch.full_like(batch.query_len_B, count),
+                length_B=torch.full_like(batch.length_B, end),
+                max_query_len=count,
+                work=None,
+            )
+            part_TD = torch.cat((nan_TD[:5], qkv_TD[begin:end], nan_TD[:after]))
+            found = paged_attention(part_TD, key, value, part, scale)[5 : 5 + count]
+            assert torch.equal(found, whole[begin:end]), (begin, end, after)
+            if len(part_TD) > MOST_FUSED_ROWS and window is None:
+                part_TD[5 : 5 + count, -2 * head_size :] *= 2
+                found = paged_attention(part_TD, key, value, part, scale)[5 : 5 + count]
+                assert not torch.equal(found, whole[begin:end]), "keys are read where they lie"
