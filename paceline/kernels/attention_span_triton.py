@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 # Query tiles times KV heads for which more programs at once are worth more than deeper pipelines:
 # three programs on each multiprocessor of an H200 would have to go around twice.
 MANY_TILES = 396
-FEW_RESULTS = 512  # entries times KV heads for which there is a program each
+MANY_RESULTS = 1024  # entries times KV heads for which there is no longer a program each
 
 
 class SpanTiles(NamedTuple):
@@ -104,7 +104,9 @@ def attend_spans(
 
 def _entries_at_once(num_results: int) -> int:
     """So many does a program look at: the more there are, the fewer have anything to merge."""
-    return min(max(num_results // FEW_RESULTS, 1), 8)
+    if num_results < MANY_RESULTS:
+        return 1
+    return 4 if num_results < 8 * MANY_RESULTS else 8
 
 
 def num_programs(device: torch.device, tiles: SpanTiles, most_items: int) -> int:
