@@ -17,8 +17,14 @@ from paceline.step import Extent, StepPlan
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with prompt chunks: rows cost little there, and tokens cost much.
 MIXED_ROWS = (4, 16, 64, 256, 512)
-MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+MIXED_TOKENS = (
+    *(32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
+    *(2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384),
+)
 EAGER_TOKENS = 64  # larger steps run eagerly, with tokens rounded up to a multiple of this
+# A GPU needs longer for so many tokens times bytes of weights than the host for the launches of a
+# step's kernels: above, graphs would only cost memory.
+FEWEST_CAPTURED, HOST_BOUND = 2048, 2048 * 16e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +37,18 @@ class Buckets:
     k_tiers: tuple[int, ...]  # 0 and the configured K
 
     @classmethod
-    def of(cls, max_rows: int, max_tokens: int, max_k: int) -> Buckets:
+    def of(
+        cls, max_rows: int, max_tokens: int, max_k: int, weight_bytes: int | None = None
+    ) -> Buckets:
+        """Without `weight_bytes` only steps of few tokens are captured, as for a large model."""
+        most = FEWEST_CAPTURED
+        if weight_bytes is not None:
+            most = max(most, min(int(HOST_BOUND / weight_bytes), MIXED_TOKENS[-1]))
+        tokens = tuple(t for t in MIXED_TOKENS if t < max_tokens and t <= most)
         return cls(
             rows=_up_to(ROWS, max_rows),
             mixed_rows=_up_to(MIXED_ROWS, max_rows),
-            mixed_tokens=tuple(t for t in MIXED_TOKENS if t < max_tokens)
-            + ((max_tokens,) if max_tokens <= MIXED_TOKENS[-1] else ()),
+            mixed_tokens=(*tokens, max_tokens) if max_tokens <= most else tokens,
             k_tiers=(0, max_k) if max_k else (0,),
         )
 

@@ -72,6 +72,7 @@ class StepSizes:
     """The largest step of a model: what it holds beside weights, state and pages."""
 
     tokens: int
+    captured_tokens: int  # of the largest graph: graphs have memory of their own
     layer_width: int  # numbers of one token that live at once inside a layer
     itemsize: int
     logits_bytes: int  # of all rows that sample, and what the costliest tail keeps beside them
@@ -79,5 +80,7 @@ class StepSizes:
 
 def step_bytes(models: list[StepSizes]) -> int:
     """Bytes that a step needs at most. Models run one after the other in the same memory."""
-    activations = (m.tokens * m.layer_width * m.itemsize * _ACTIVATIONS for m in models)
+    activations = (
+        (m.tokens + m.captured_tokens) * m.layer_width * m.itemsize * _ACTIVATIONS for m in models
+    )
     return int(max(activations)) + max(m.logits_bytes for m in models) + GRAPH_BYTES

@@ -85,7 +85,11 @@ def build_fixed_runner(
     model = loader.decoder(found[0], max_model_len)
     slots = _slots(config, found, max_model_len, device)
     capacity = _capacity(config, slots)
-    count = _num_pages(config, specs, capacity, max_model_len, dtype, device, ranks)
+    # The same on every rank, whatever its share of the weights is.
+    weight_bytes = found[0].spec.num_parameters * dtype.itemsize
+    buckets = Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k, weight_bytes)
+    steps = step_bytes([_sizes(spec, capacity, buckets, dtype) for spec in specs])
+    count = _num_pages(config, specs, steps, max_model_len, dtype, device, ranks)
     pages = Pages(count, config.cache.block_size, slots.num_slots, max_model_len, device)
     layers = [add_pages(pages, spec, dtype) for spec in specs]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
@@ -112,7 +116,7 @@ def build_fixed_runner(
     runner = CudaRunner(
         fixed,
         _info(config, found, specs, fixed, dtype, row_appends),
-        Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k),
+        buckets,
         custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
         lockstep=ranks.lockstep,
         use_graphs=_uses_graphs(config, ranks, device, backend),
@@ -188,19 +192,19 @@ def _max_row_appends(k: int, drafter: Drafter, page_size: int) -> int:
 def _num_pages(
     config: EngineConfig,
     specs: list[ModelSpec],
-    capacity: Capacity,
+    needed: int,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks,
 ) -> int:
+    """`needed` are the bytes of steps."""
     bytes_per_token = token_bytes(specs, dtype.itemsize)
     gpu = None
     if device.type == "cuda":
         # A draft is loaded after its pages exist; its weights are counted here.
         draft = sum(spec.num_parameters for spec in specs[1:]) * dtype.itemsize
-        steps = step_bytes([_sizes(spec, capacity, dtype) for spec in specs])
-        gpu = _memory(ranks, draft + steps)
+        gpu = _memory(ranks, draft + needed)
     count = num_pages(
         config.cache,
         page_bytes(config.cache.block_size, bytes_per_token),
@@ -223,11 +227,12 @@ def _memory(ranks: Ranks, needed: int) -> MemoryReading:
     return MemoryReading(total, total - free + needed)
 
 
-def _sizes(spec: ModelSpec, capacity: Capacity, dtype: torch.dtype) -> StepSizes:
+def _sizes(spec: ModelSpec, capacity: Capacity, buckets: Buckets, dtype: torch.dtype) -> StepSizes:
     qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
     rows, vocab_size = capacity.logits, spec.vocab_size
     return StepSizes(
         tokens=capacity.tokens + capacity.rows,
+        captured_tokens=buckets.mixed_tokens[-1] + capacity.rows,
         layer_width=4 * spec.hidden_size + 2 * qkv_width + spec.mlp_width,
         itemsize=dtype.itemsize,
         logits_bytes=4 * rows * vocab_size + scratch_bytes(rows, vocab_size),

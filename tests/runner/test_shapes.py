@@ -83,6 +83,20 @@ def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:
     assert not buckets.is_captured(shape)
 
 
+def test_small_models_have_graphs_of_large_steps() -> None:
+    """There the host would need longer to launch the kernels than the GPU to run them."""
+    small = Buckets.of(max_rows=8, max_tokens=8192, max_k=0, weight_bytes=270_000_000)
+    assert small.mixed_tokens[-2:] == (6144, 8192)
+    shape = small.shape_of(plan([], [(5000, True)]).extent())
+    assert shape.tokens == 5120
+    assert small.is_captured(shape)
+    medium = Buckets.of(max_rows=8, max_tokens=8192, max_k=0, weight_bytes=7_000_000_000)
+    assert medium.mixed_tokens[-1] == 4096
+    large = Buckets.of(max_rows=8, max_tokens=8192, max_k=0, weight_bytes=140_000_000_000)
+    assert large.mixed_tokens == Buckets.of(8, 8192, 0).mixed_tokens
+    assert large.mixed_tokens[-1] == 2048
+
+
 def test_the_largest_bucket_is_what_the_engine_may_plan() -> None:
     assert BUCKETS.mixed_tokens[-1] == 512
     assert BUCKETS.rows[-1] == 64
