@@ -82,7 +82,7 @@ class Stack:
     def run(self, residual_TD: Tensor, rotation_TH: Tensor, inputs: Any, is_fused: bool) -> Tensor:
         """The last layer's share; `residual_TD` is updated in place."""
         layers = self.fused if is_fused else self.plain
-        return layers(residual_TD, rotation_TH, inputs, self.pages)
+        return layers(residual_TD, rotation_TH, inputs, self.pages).delta_TD
 
     def difference(self, rows: int) -> float:
         """Relative, between the fused layers and the chain of plain ones."""

@@ -45,7 +45,7 @@ class DraftHead(Protocol):
         """Which part of its vocabulary the logits of this rank are of."""
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
-        """Hidden states of the first pass."""
+        """Hidden states of the first pass, of `batch.inputs.wanted` if it names some."""
 
     def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
         """Hidden states one draft further; `hidden_BD` are those that the draft came from."""
@@ -82,7 +82,7 @@ class AutoregressiveDrafter:
         hidden_TD = head.first(batch, step.feature_TD)
         if not step.k or not (len(step.slot_B) or step.is_joint):
             return  # the pass still ran: the KV stays warm while nobody speculates
-        hidden_BD = hidden_TD.index_select(0, batch.last_B)
+        hidden_BD = batch.of_rows(hidden_TD)
         drafts: list[Tensor] = []
         for j in range(step.k):
             if j:

@@ -27,6 +27,11 @@ class DraftPass:
         """What the target computed at the entries of this pass."""
         return feature_TD if self.target_T is None else feature_TD.index_select(0, self.target_T)
 
+    def of_rows(self, hidden_TD: Tensor) -> Tensor:
+        """What each drafting row goes on with, of the outputs of this pass."""
+        is_theirs = self.inputs.wanted is not None
+        return hidden_TD if is_theirs else hidden_TD.index_select(0, self.last_B)
+
 
 class DraftStep(Protocol):
     """The step so far, after advance, as a drafter sees it. `end` is a row's committed length.

@@ -18,6 +18,15 @@ from paceline.state.pages import LayerPages
 
 
 @dataclass(slots=True)
+class WantedEntries:
+    """The entries of a pass whose outputs anybody reads. Of the others a last layer computes keys
+    and values alone: nearly a whole layer less for the tokens of a prompt."""
+
+    entry_N: Tensor  # some may be there more than once
+    attention: AttentionBatch  # each is a row with one query, or none if nobody reads it after all
+
+
+@dataclass(slots=True)
 class ForwardInputs:
     """What a forward needs of the step: one entry per token of the varlen batch."""
 
@@ -28,6 +37,7 @@ class ForwardInputs:
     num_rows: int | None = (
         None  # most entries that any rank has in this pass; None: as many as here
     )
+    wanted: WantedEntries | None = None  # None: all outputs are read
 
 
 class Attention(Protocol):
@@ -36,6 +46,11 @@ class Attention(Protocol):
     def __call__(
         self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
     ) -> Tensor: ...
+
+    def of_wanted(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+    ) -> Tensor:
+        """The same with results for `inputs.wanted` alone."""
 
     @property
     def nbytes(self) -> int: ...
@@ -54,14 +69,29 @@ class GroupedAttention:
     def __call__(
         self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
     ) -> Tensor:
-        key, value = pages.key_NSH, pages.value_NSH
-        qkv_TD = self.qkv(x_TD)
+        qkv_TD = self._placed_heads(x_TD, rotation_TH, inputs, pages)
+        return self._attend(qkv_TD, inputs.attention, pages)
+
+    def of_wanted(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+    ) -> Tensor:
+        wanted = inputs.wanted
+        assert wanted is not None
+        qkv_TD = self._placed_heads(x_TD, rotation_TH, inputs, pages)
+        return self._attend(qkv_TD.index_select(0, wanted.entry_N), wanted.attention, pages)
+
+    def _placed_heads(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+    ) -> Tensor:
+        qkv_TD, slot_T = self.qkv(x_TD), inputs.page_slot_T
         self.kernels.place_heads(
-            qkv_TD, rotation_TH, self.head_norms, key, value, inputs.page_slot_T
+            qkv_TD, rotation_TH, self.head_norms, pages.key_NSH, pages.value_NSH, slot_T
         )
-        return self.o(
-            self.kernels.paged_attention(qkv_TD, key, value, inputs.attention, self.scale)
-        )
+        return qkv_TD
+
+    def _attend(self, qkv_TD: Tensor, batch: AttentionBatch, pages: LayerPages) -> Tensor:
+        key, value = pages.key_NSH, pages.value_NSH
+        return self.o(self.kernels.paged_attention(qkv_TD, key, value, batch, self.scale))
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.rope import HeadNorms
 from paceline.layers.attention import Attention, ForwardInputs, GroupedAttention
@@ -65,6 +66,14 @@ class Taps:
             self.out_TD[:, at : at + width].copy_(residual_TD)
 
 
+class Stream(NamedTuple):
+    """The residual stream, and what the last layer adds to it: of all entries, or of those that
+    `ForwardInputs.wanted` names."""
+
+    residual_TD: Tensor
+    delta_TD: Tensor
+
+
 class FusedLayers(Protocol):
     """All layers of a stack as one call: `LayerStack._run_layers`, on the CPU to the bit."""
 
@@ -76,7 +85,7 @@ class FusedLayers(Protocol):
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
-    ) -> Tensor: ...
+    ) -> Stream: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,21 +105,25 @@ class LayerStack:
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
-    ) -> Tensor:
-        """What the last layer adds to the residual, which is updated in place before that.
+    ) -> Stream:
+        """The residual is updated in place, until a last layer leaves entries out.
 
         `unnormed_TD` is what a first layer without a norm reads, in the type of activations: the
         residual, or what stands in its place (EAGLE-3). `taps` get the stream between layers; its
         two ends are the caller's.
         """
-        inputs.attention.window = self.spec.sliding_window
-        prepare = self.kernels.prepare_attention
-        if prepare is not None and self.spec.mla is None:
-            prepare(inputs.attention, len(residual_TD), self.spec.num_kv_heads)
+        self._prepare(inputs.attention, len(residual_TD))
+        if inputs.wanted is not None:
+            self._prepare(inputs.wanted.attention, len(inputs.wanted.entry_N))
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
         if self.fused is not None:
             return self.fused(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
         return self._run_layers(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
+
+    def _prepare(self, batch: AttentionBatch, num_entries: int) -> None:
+        batch.window = self.spec.sliding_window
+        if self.kernels.prepare_attention is not None and self.spec.mla is None:
+            self.kernels.prepare_attention(batch, num_entries, self.spec.num_kv_heads)
 
     def _run_layers(
         self,
@@ -120,7 +133,7 @@ class LayerStack:
         pages: list[LayerPages],
         x_TD: Tensor | None = None,
         taps: Taps | None = None,
-    ) -> Tensor:
+    ) -> Stream:
         eps = self.spec.norm_eps
         rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
         delta_TD: Tensor | None = None
@@ -133,11 +146,15 @@ class LayerStack:
             elif layer.input_norm is not None:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             assert x_TD is not None
-            delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv)
+            if i + 1 < len(self.layers) or inputs.wanted is None:
+                delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv)
+            else:
+                delta_TD = layer.attention.of_wanted(x_TD, rotation_TH, inputs, kv)
+                residual_TD = residual_TD.index_select(0, inputs.wanted.entry_N)
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
             delta_TD = layer.mlp(x_TD, inputs)
         assert delta_TD is not None
-        return delta_TD
+        return Stream(residual_TD, delta_TD)
 
     @property
     def layer_bytes(self) -> int:
@@ -154,13 +171,15 @@ class Decoder(LayerStack):
     vocab: VocabShards  # what the lm_head has of it
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
-        """Hidden states after the final norm, [T, D]; KV of every token lands in its page slot."""
+        """Hidden states after the final norm, of `inputs.wanted` or [T, D]; KV of every token lands
+        in its page slot."""
         return self._forward(inputs, pages, None)
 
     def forward_with_features(
         self, inputs: ForwardInputs, pages: list[LayerPages], tap_ids: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states, and what a draft head reads of them: themselves, or the taps it names.
+        """Hidden states, and what a draft head reads of them: themselves, or the taps it names,
+        which are of all entries.
 
         Tap k is the residual stream after k layers, before any norm; taps lie side by side.
         """
@@ -175,11 +194,12 @@ class Decoder(LayerStack):
         residual_TD = self.embedding(inputs.token_T).float()
         if taps is not None:
             taps.take(0, residual_TD)
-        delta_TD = self.run(residual_TD, inputs, pages, taps=taps)
+        stream = self.run(residual_TD, inputs, pages, taps=taps)
         eps, norm_D = self.spec.norm_eps, self.final_norm
-        hidden_TD = self.kernels.add_rms_norm(residual_TD, delta_TD, norm_D, eps)
+        hidden_TD = self.kernels.add_rms_norm(*stream, norm_D, eps)
         if taps is not None:
-            taps.take(len(self.layers), residual_TD)
+            assert inputs.wanted is None or len(self.layers) not in taps.ids
+            taps.take(len(self.layers), stream.residual_TD)
         return hidden_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

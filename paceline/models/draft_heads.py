@@ -45,7 +45,7 @@ class HeadModel(Protocol):
         """The target's features as features of this head's own kind."""
 
     def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
-        """The next features, [T, D], which logits also come from."""
+        """The next features, [T, D] or of `inputs.wanted`, which logits also come from."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits over this rank's part of its own vocabulary."""
@@ -73,13 +73,12 @@ class EagleModel:
         return target_TD
 
     def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
-        """Output of the last layer, [T, D]: the next feature, and what logits come from."""
+        """Output of the last layer: the next feature, and what logits come from."""
         token_TD = self.embedding(inputs.token_T).to(feature_TD.dtype)
         x_TD = self.fc(torch.cat((token_TD, feature_TD), dim=1))
-        residual_TD = x_TD.float()
-        delta_TD = self.stack.run(residual_TD, inputs, pages, x_TD)
+        stream = self.stack.run(x_TD.float(), inputs, pages, x_TD)
         # Added up in fp32 and rounded as it is stored: one kernel.
-        return torch.add(residual_TD, delta_TD, out=torch.empty_like(x_TD))
+        return torch.add(*stream, out=x_TD.new_empty(stream.residual_TD.shape))
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits [B, V]."""
@@ -153,10 +152,10 @@ class Eagle3Model:
         # A copy: the stream is written in place, and the features are the target's or the step's.
         start_TD = normed_TD if self.spec.norms_residual else feature_TD
         residual_TD = start_TD.to(torch.float32, copy=True)
-        delta_TD = stack.run(residual_TD, inputs, pages, x_TD)
+        stream = stack.run(residual_TD, inputs, pages, x_TD)
         if not self.spec.norms_output:
-            return residual_TD.add_(delta_TD)
-        return stack.kernels.add_rms_norm(residual_TD, delta_TD, self.final_norm, eps)
+            return stream.residual_TD.add_(stream.delta_TD)
+        return stack.kernels.add_rms_norm(*stream, self.final_norm, eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits [B, draft vocabulary]."""
@@ -200,8 +199,8 @@ class MtpModel:
         token_TD = rms_norm(token_TD, self.token_norm, eps)
         feature_TD = rms_norm(_for_norm(feature_TD), self.feature_norm, eps)
         residual_TD = self.projection(torch.cat((token_TD, feature_TD), dim=1)).float()
-        delta_TD = stack.run(residual_TD, inputs, pages)
-        return stack.kernels.add_rms_norm(residual_TD, delta_TD, self.final_norm, eps)
+        stream = stack.run(residual_TD, inputs, pages)
+        return stack.kernels.add_rms_norm(*stream, self.final_norm, eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits [B, V]."""

@@ -14,7 +14,7 @@ from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
 from paceline.kernels.matmul import PanelWeight
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear, PanelLinear
-from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, Taps
+from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, Stream, Taps
 from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
@@ -88,8 +88,9 @@ class _NumbaLayers:
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
-    ) -> Tensor:
+    ) -> Stream:
         assert unnormed_TD is None, "no layer here goes without a norm"
+        assert inputs.wanted is None, "all outputs come out of one call"
         if pages is not self._pages:
             self._pages = pages
             kv = [(x.key_NSH, x.value_NSH) for x in pages]
@@ -102,7 +103,7 @@ class _NumbaLayers:
                 residual_TD.add_(self._run(first, stop, head_bytes, step))
                 taps.take(stop, residual_TD)
                 first = stop
-        return self._run(first, len(pages), head_bytes, step)
+        return Stream(residual_TD, self._run(first, len(pages), head_bytes, step))
 
     def _run(self, first: int, stop: int, head_bytes: int, step: Step) -> Tensor:
         table, pages = self._layers[first:stop], self._page_table[first:stop]

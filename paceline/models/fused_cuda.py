@@ -17,7 +17,7 @@ from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
 from paceline.kernels.gemv_table import Tile, pick_tile
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DenseLayer, Taps
+from paceline.models.decoder import DenseLayer, Stream, Taps
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
@@ -106,8 +106,7 @@ class CudaLayers:
         pages: list[LayerPages],
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
-    ) -> Tensor:
-        """What the last layer adds to the fp32 residual, which is updated in place before that."""
+    ) -> Stream:
         tiles = self._tiles(len(residual_TD))
         slot_T, batch = inputs.page_slot_T, inputs.attention
         rows = self._open(residual_TD, unnormed_TD, tiles)
@@ -115,6 +114,10 @@ class CudaLayers:
         for i, (weights, kv) in enumerate(zip(self._weights, pages, strict=True)):
             places = HeadPlaces(rotation_TH, kv.key_NSH, kv.value_NSH, slot_T)
             qkv_TD = self._heads(rows, i, places, tiles.qkv)
+            if i + 1 == len(pages) and inputs.wanted is not None:
+                batch, entry_N = inputs.wanted.attention, inputs.wanted.entry_N
+                qkv_TD, residual_TD = (x.index_select(0, entry_N) for x in (qkv_TD, residual_TD))
+                tiles = self._tiles(len(entry_N))
             attended_TD = self._kernels.paged_attention(
                 qkv_TD, kv.key_NSH, kv.value_NSH, batch, self._scale
             )
@@ -129,8 +132,8 @@ class CudaLayers:
                     taps.take(i + 1, residual_TD)
         last = self._weights[-1].down
         if tiles.down is None:
-            return last.multiply(inner_TI)
-        return self._products.linear(inner_TI, last.product, None, tiles.down)
+            return Stream(residual_TD, last.multiply(inner_TI))
+        return Stream(residual_TD, self._products.linear(inner_TI, last.product, None, tiles.down))
 
     def _open(self, residual_TD: Tensor, unnormed_TD: Tensor | None, tiles: Tiles) -> NormedRows:
         norm_D, like = self._layers[0].input_norm, self._weights[0].qkv.weight

@@ -127,14 +127,16 @@ class CudaRunner:
         step = _Step(self, plan, entry)
         if tail is Tail.FULL:
             step.asked = [(i, n.num_logprobs) for i, n in enumerate(needs) if n.num_logprobs >= 0]
+        # Prompt scores read all hidden states; all ranks must know whether there are any.
+        keeps_all = not extent.has_graph
         if plan.late_B is not None:
-            step.forwarded = step_a(self._device, shape)
+            step.forwarded = step_a(self._device, shape, keeps_all=keeps_all)
             return step
         key = GraphKey(shape, tail)
         if any(n.is_eager for n in needs):
             # Such steps wait for the device.
             scores = [n.prompt for n in needs]
-            forwarded = step_a(self._device, shape)
+            forwarded = step_a(self._device, shape, keeps_all=keeps_all)
             model, starts = self._device.model, row_starts(plan, shape).tolist()
             step.prompt_logprobs = score_prompts(model, plan, scores, starts, forwarded.hidden_TD)
             step_b(self._device, forwarded, tail, custom=self._custom)
@@ -142,7 +144,7 @@ class CudaRunner:
             self._forget_scored(plan)
         elif self._graphs is None or not extent.has_graph or not self._buckets.is_captured(shape):
             self.num_eager += 1
-            self._run(key)
+            step_b(self._device, step_a(self._device, shape, keeps_all=keeps_all), tail)
         else:
             self._replay(self._graphs, key)
         return step

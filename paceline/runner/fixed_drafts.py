@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftPass
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.draft_rows import next_rows, own_rows, shifted_tokens, store_drafts
-from paceline.kernels.step_rows import BatchRows, PacketLayout, Ring, SlotTensors, StepRows
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels.step_rows import (
+    BatchRows,
+    PacketLayout,
+    Ring,
+    SlotTensors,
+    StepRows,
+    StepShape,
+)
+from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.parallel.contract import Contract
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
@@ -35,6 +43,35 @@ def forward_inputs(
             max_query_len=max_query_len,
         ),
     )
+
+
+def wanted_entries(
+    batch: BatchRows, entry_N: Tensor, is_read_N: Tensor, attention: AttentionBatch
+) -> WantedEntries:
+    """Entries whose outputs are read, equally many for each row of the batch, in its order.
+
+    `attention` is the batch's own. Each entry sees KV up to its own position: what a row has behind
+    it may be drafts that were rejected.
+    """
+    per_row = len(entry_N) // len(batch.slot_B)
+    count_N = is_read_N.int()
+    length_N = (batch.position_T.index_select(0, entry_N) + 1) * count_N
+    return WantedEntries(
+        entry_N,
+        replace(
+            attention,
+            row_start_B=torch.arange(len(entry_N), dtype=torch.int32, device=entry_N.device),
+            length_B=length_N.int(),
+            slot_B=batch.slot_B[:, None].expand(-1, per_row).flatten(),
+            query_len_B=count_N,
+            max_query_len=1,
+        ),
+    )
+
+
+def is_worth_it(shape: StepShape, num_wanted: int) -> bool:
+    """Whether a last layer should leave out what nobody reads: the tokens of prompts."""
+    return not shape.is_uniform and shape.tokens >= 4 * num_wanted
 
 
 @dataclass(slots=True)
@@ -68,7 +105,7 @@ class FixedDraftStep:
         shifted_tokens(rows, self.state, token_T)
         longest = rows.shape.width if rows.shape.is_uniform else rows.shape.tokens
         batch = replace(rows.batch, token_T=token_T)
-        return DraftPass(forward_inputs(batch, self.pages, group_size, longest), rows.last_B)
+        return self._first_pass(batch, rows.last_B, group_size, longest)
 
     def own(self, group_size: int) -> DraftPass:
         self.contract.phase = "draft 1"
@@ -77,7 +114,16 @@ class FixedDraftStep:
         last_B = self.buffers.own_last_B[: rows.shape.rows]
         own_rows(self.ring, self.layout, rows, self.state, batch, last_B, page_size)
         longest = 2 if rows.shape.is_uniform else len(batch.token_T)
-        return DraftPass(forward_inputs(batch, self.pages, group_size, longest), last_B)
+        return self._first_pass(batch, last_B, group_size, longest)
+
+    def _first_pass(
+        self, batch: BatchRows, last_B: Tensor, group_size: int, longest: int
+    ) -> DraftPass:
+        inputs = forward_inputs(batch, self.pages, group_size, longest)
+        if is_worth_it(self.rows.shape, len(last_B)):
+            drafts_B = self.rows.count_B > 0
+            inputs.wanted = wanted_entries(batch, last_B, drafts_B, inputs.attention)
+        return DraftPass(inputs, last_B)
 
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
         self.contract.phase = f"draft {j + 1}"

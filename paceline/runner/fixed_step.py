@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.drafters.base import Drafter
@@ -18,7 +19,12 @@ from paceline.kernels.step_rows import PacketLayout, Ring, SlotTensors, StepRows
 from paceline.layers.vocab import WHOLE
 from paceline.models.decoder import Decoder
 from paceline.parallel.groups import Groups
-from paceline.runner.fixed_drafts import FixedDraftStep, forward_inputs
+from paceline.runner.fixed_drafts import (
+    FixedDraftStep,
+    forward_inputs,
+    is_worth_it,
+    wanted_entries,
+)
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.fixed import verify, write_logprobs
 from paceline.sampling.verify import Tail
@@ -50,25 +56,39 @@ class Forwarded:
     """What A leaves for B."""
 
     rows: StepRows
-    hidden_TD: Tensor
-    feature_TD: Tensor  # for the drafter
+    hidden_TD: Tensor  # of those that sample alone, unless the step keeps them all
+    feature_TD: Tensor  # for the drafter, if it reads features
     logits_NV: Tensor
 
 
-def step_a(device: FixedDevice, shape: StepShape) -> Forwarded:
-    """Inputs from packet and slot state, the target's forward, logits of every window."""
+def step_a(device: FixedDevice, shape: StepShape, *, keeps_all: bool = False) -> Forwarded:
+    """Inputs from packet and slot state, the target's forward, logits of every window.
+
+    `keeps_all`: the hidden states of every entry, which nobody reads as a rule.
+    """
     device.groups.contract.phase = "target"
     rows = device.buffers.rows(shape)
     page_size, padding_slot = device.pages.page_size, device.slots.padding_slot
     step_inputs(device.ring, device.layout, device.state, rows, page_size, padding_slot)
     longest = shape.width if shape.is_uniform else shape.tokens
     inputs = forward_inputs(rows.batch, device.pages, device.model.spec.group_size, longest)
+    if not keeps_all and is_worth_it(shape, shape.num_logits) and not _reads_last(device):
+        is_read_BW = torch.arange(shape.width, device=rows.width_B.device) < rows.width_B[:, None]
+        is_read_N = is_read_BW.flatten()
+        inputs.wanted = wanted_entries(rows.batch, rows.sample_N, is_read_N, inputs.attention)
     hidden_TD, feature_TD = device.model.forward_with_features(
         inputs, device.layer_pages, device.drafter.tap_ids
     )
     # In a uniform step every token entry has its logits row, in the same order.
-    sampled_ND = hidden_TD if shape.is_uniform else hidden_TD.index_select(0, rows.sample_N)
+    is_sampled = shape.is_uniform or inputs.wanted is not None
+    sampled_ND = hidden_TD if is_sampled else hidden_TD.index_select(0, rows.sample_N)
     return Forwarded(rows, hidden_TD, feature_TD, device.model.logits(sampled_ND))
+
+
+def _reads_last(device: FixedDevice) -> bool:
+    """Whether the drafter reads what the target's last layer makes of every entry."""
+    drafter, num_layers = device.drafter, len(device.model.layers)
+    return drafter.reads_features and (not drafter.tap_ids or num_layers in drafter.tap_ids)
 
 
 def step_b(

@@ -130,3 +130,28 @@ def test_two_ranks_sample_the_tokens_of_one(case: Case, workshop: Workshop) -> N
         accepted = [sum(o.metrics.num_accepted_tokens for o in x) for x in (found, alone)]
         assert 0 < accepted[0] < drafted
         assert not is_sampled or accepted[0] == accepted[1]
+
+
+@pytest.mark.trap("C1", "C6")
+def test_a_replica_that_scores_a_prompt_takes_the_others_along(workshop: Workshop) -> None:
+    """Prompt scores read what the last layer makes of every token; else it computes few of them.
+    Experts are spread, so all replicas have to hand out the same rows."""
+    values = {
+        "model": workshop.target_folder("mixtral"),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "cpu_threads": 1,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+    }
+    prompt = {"prompt_token_ids": PROMPTS[5] + PROMPTS[4]}
+    assert len(prompt["prompt_token_ids"]) >= 64
+    plain = SamplingParams(temperature=0, max_tokens=6, detokenize=False)
+    scored = SamplingParams(temperature=0, max_tokens=6, detokenize=False, prompt_logprobs=1)
+    with open_ranks(values, has_fixed_shapes=True) as llm:
+        alone = llm.generate([prompt], plain, use_tqdm=False)
+        found = llm.generate([prompt, prompt, prompt], [scored, plain, plain], use_tqdm=False)
+    assert tokens(found) == [tokens(alone)[0]] * 3
+    assert len(found[0].prompt_logprobs or ()) == len(prompt["prompt_token_ids"])
