@@ -192,7 +192,10 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
         record |= bandwidth(case, record["tpot_ms"], bench.tokens_per_step)
         record["steps"] = bench.steps
         print_steps(bench.steps, record.get("bandwidth_share"))
-    return record | {"keywords": asked} | asked_of(llm)
+    became = asked_of(llm)
+    if became:
+        print("  start-up, seconds:", json.dumps(became["runner"]["startup_s"]), flush=True)
+    return record | {"keywords": asked} | became
 
 
 def eager_answers(engine: Any, case: Case, asked: dict[str, Any]) -> GraphCheck:

@@ -21,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 DEVICES = ("auto", "cpu", "cuda")
 GIB = 1 << 30
+_LONGEST_STALL_S = 86_400
 
 
 def _opt(default: Any, help: str) -> Any:
@@ -335,8 +336,11 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_executor_backend is {d.distributed_executor_backend!r}; use mp."
             )
-        if not d.stall_timeout > 0:
-            raise ConfigError(f"stall_timeout is {d.stall_timeout} s; it must be more than 0.")
+        if not 0 < d.stall_timeout <= _LONGEST_STALL_S:
+            raise ConfigError(
+                f"stall_timeout is {d.stall_timeout} s; it must be more than 0, and at most "
+                f"{_LONGEST_STALL_S} (a day)."
+            )
 
     @property
     def draft_tensor_parallel_size(self) -> int:

@@ -207,7 +207,7 @@ class RunnerInfo:
     dtype: str = "float32"
     weights_bytes: int = 0
     kv_cache_bytes: int = 0
-    extras: dict[str, str] = field(default_factory=dict)
+    startup_s: dict[str, float] = field(default_factory=dict)  # by stage, as the front saw them
 
 
 @dataclass(frozen=True, slots=True)

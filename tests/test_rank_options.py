@@ -76,6 +76,8 @@ def test_a_draft_in_other_parts_is_refused_with_both_numbers(target: int, draft:
         ({"distributed_executor_backend": "uni"}, "'uni'; use mp"),
         ({"all2all_backend": "all2all"}, "use one of allgather_reducescatter, alltoall.*Did you"),
         ({"stall_timeout": 0}, "stall_timeout is 0 s; it must be more than 0"),
+        ({"stall_timeout": float("nan")}, "stall_timeout is nan s; it must be more than 0"),
+        ({"stall_timeout": float("inf")}, "stall_timeout is inf s; .* and at most 86400"),
         ({"stall_timeout": "soon"}, "stall_timeout must be a number"),
         ({"check_collectives": 1}, "check_collectives must be true or false"),
     ],
@@ -83,6 +85,11 @@ def test_a_draft_in_other_parts_is_refused_with_both_numbers(target: int, draft:
 def test_what_cannot_be_is_refused_with_the_numbers(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**options)
+
+
+def test_a_rank_waits_a_minute_for_another_unless_told_otherwise() -> None:
+    args = build_parser().parse_args(["serve", "m"])
+    assert engine_config(args).device.stall_timeout == config().device.stall_timeout == 60.0
 
 
 def test_what_is_taken_reaches_the_engine_process() -> None:

@@ -25,6 +25,7 @@ class Post:
     plans: tuple[int, ...] = ()  # a leader: one to each peer, in rank order; a peer: to its leader
     wake: int | None = None  # where a leader is woken by others
     wake_others: tuple[int, ...] = ()  # where it wakes them
+    may_use_gpu: bool = False
 
     @property
     def descriptors(self) -> list[int]:
@@ -43,6 +44,7 @@ class Post:
             plans=tuple(values["plans"]),
             wake=values["wake"],
             wake_others=tuple(values["wake_others"]),
+            may_use_gpu=values["may_use_gpu"],
         )
 
 

@@ -6,6 +6,7 @@ Owns who is gone, why, and that nobody stays behind. Knows nothing of requests.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from paceline.errors import ConfigError, EngineDead, PacelineError
 from paceline.parallel.placement import Layout, Seat, layout_of
 from paceline.step import RunnerInfo
 
+logger = logging.getLogger(__name__)
+
 # How long a rank that was left alone is asked who left it, before it is taken for the first.
 _LAST_WORDS_S = 1.0
 
@@ -34,6 +37,26 @@ class _Words:
     reason: str
     after_another: bool
     failed: Failed | None = None  # it could not start
+
+
+class _StartClock:
+    """Seconds from the launch to ready, by the stages that the first rank tells of."""
+
+    def __init__(self) -> None:
+        self._taken_s: dict[str, float] = {}
+        self._stage, self._since_s = "process and imports", time.monotonic()
+
+    def enter(self, stage: str) -> None:
+        now_s = time.monotonic()
+        self._taken_s[self._stage] = self._taken_s.get(self._stage, 0.0) + now_s - self._since_s
+        self._stage, self._since_s = stage, now_s
+
+    def stop(self) -> dict[str, float]:
+        self.enter("")
+        taken_s = {stage: round(seconds, 3) for stage, seconds in self._taken_s.items()}
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in taken_s.items())
+        logger.info("ready after %.1f s: %s", sum(taken_s.values()), stages)
+        return taken_s
 
 
 class Cluster:
@@ -48,6 +71,7 @@ class Cluster:
         self._early: list[tuple[int, Message]] = []  # read while sending, for `receive`
         self._words: dict[int, _Words] = {}  # in the order they came
         self._stopped: set[int] = set()  # ranks that have said that they end as asked
+        self._start_clock = _StartClock()
 
     @classmethod
     def launch(
@@ -66,7 +90,9 @@ class Cluster:
         try:
             if in_process:
                 return cls(layout, [EngineThread(factory, Post(Seat(0, layout, folder)))], folder)
-            return cls(layout, start_ranks(factory, layout, folder), folder)
+            may_use_gpu = config.device.device != "cpu"
+            ranks = start_ranks(factory, layout, folder, may_use_gpu=may_use_gpu)
+            return cls(layout, ranks, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -88,16 +114,20 @@ class Cluster:
                 match message:
                     case Ready(info=info):
                         infos[rank] = info
-                    case Progress(stage=stage, fraction=fraction) if progress is not None:
-                        progress(stage, fraction)
+                    case Progress(stage=stage, fraction=fraction):
+                        self._start_clock.enter(stage)
+                        if progress is not None:
+                            progress(stage, fraction)
             if self._words or self.is_over:
                 raise self._start_error()
+        startup_s = self._start_clock.stop()
         leaders = [infos[rank] for rank in self.layout.leaders()]
         return replace(
             leaders[0],
             num_pages=min(info.num_pages for info in leaders),
             num_slots=min(info.num_slots for info in leaders),
             max_model_len=min(info.max_model_len for info in leaders),
+            startup_s=startup_s,
         )
 
     def _start_error(self) -> PacelineError:
@@ -146,7 +176,7 @@ class Cluster:
         """(replica, message) of all that has come; waits up to `timeout_s` (None: for ever)."""
         early, self._early = self._early, []
         found = [*early, *self._take(0.0 if early else timeout_s)]
-        return [(rank // self.layout.tensor_parallel, message) for rank, message in found]
+        return [(self._replica(rank), message) for rank, message in found]
 
     def _take(self, timeout_s: float | None) -> list[tuple[int, Message]]:
         """(rank, message); what ranks say about their own end stays here."""
@@ -179,9 +209,19 @@ class Cluster:
         return bool(gone - self._stopped) or gone.issuperset(self.layout.leaders())
 
     def death_notice(self) -> str:
-        """Who went first, and why."""
+        """Who went first, and why; who is late, when all that the others did was to wait."""
         rank, reason = self._first_to_go()
-        return f"The engine is gone: {self._label(rank)}{reason}"
+        return f"The engine is gone: {self._late(rank)}{self._label(rank)}{reason}"
+
+    def _late(self, first: int) -> str:
+        """On the board a rank that stands still looks like those that wait. They give up; it says
+        nothing."""
+        words = self._words.get(first)
+        silent = sorted(set(range(len(self._ranks))) - set(self._words) - self._gone())
+        if words is None or not words.after_another or not silent:
+            return ""
+        names = " and ".join(f"rank {rank} (replica {self._replica(rank)})" for rank in silent)
+        return f"{names} did not answer; "
 
     def kill(self) -> None:
         """End everybody now. What they have said can still be received."""
@@ -237,7 +277,10 @@ class Cluster:
     def _label(self, rank: int) -> str:
         if len(self._ranks) == 1:
             return ""
-        return f"rank {rank} (replica {rank // self.layout.tensor_parallel}): "
+        return f"rank {rank} (replica {self._replica(rank)}): "
+
+    def _replica(self, rank: int) -> int:
+        return rank // self.layout.tensor_parallel
 
     def _remove_folder(self) -> None:
         if self._folder and os.getpid() == self._owner_pid:

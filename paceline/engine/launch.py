@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from paceline.engine.boot import Post
@@ -152,13 +153,15 @@ class EngineThread:
         return False
 
 
-def start_ranks(factory: str, layout: Layout, folder: str) -> list[EngineProcess]:
+def start_ranks(
+    factory: str, layout: Layout, folder: str, *, may_use_gpu: bool = False
+) -> list[EngineProcess]:
     """All ranks, in rank order, each waiting for its `boot.Start` frame. All of them or none."""
     started: list[EngineProcess] = []
     with contextlib.ExitStack() as ends, _interrupt_blocked():
         try:
             for post in _posts(layout, folder, ends):
-                started.append(EngineProcess(factory, post))
+                started.append(EngineProcess(factory, replace(post, may_use_gpu=may_use_gpu)))
         except BaseException:
             for process in started:
                 process.end(0.0)

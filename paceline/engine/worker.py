@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -54,8 +55,11 @@ def main(fd: int, factory: str, post_text: str, *, die_with_parent: bool) -> Non
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
+    gc.disable()  # while modules are imported: there is nothing to find among them
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     post = Post.decode(post_text)
+    if post.may_use_gpu:
+        threading.Thread(target=_wake_driver, name="paceline-cuda", daemon=True).start()
     is_alone = post.seat.layout.num_ranks == 1
     # Where ranks have met, the first one tidies up when the front cannot any more.
     tidies = bool(post.seat.folder) and post.seat.rank == 0
@@ -81,6 +85,12 @@ def main(fd: int, factory: str, post_text: str, *, die_with_parent: bool) -> Non
     os._exit(0)  # a device thread that hangs must not keep the process
 
 
+def _wake_driver() -> None:
+    """CUDA's driver takes a while to open; torch, which is imported meanwhile, finds it open."""
+    with contextlib.suppress(OSError, AttributeError):  # there is none
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+
 def _leave_at_stop(frame: bytes) -> None:
     if frame == encode(Stop()):
         os._exit(0)
@@ -100,6 +110,8 @@ def serve(port: Port, factory: str, post: Post, *, own_process: bool) -> None:
     try:
         # Importing torch takes seconds: do it while the front still looks for the model.
         build_runner = resolve(factory)
+        if own_process:
+            gc.enable()
         frame = port.inbox.get()
         if frame is None or frame == encode(Stop()):
             return

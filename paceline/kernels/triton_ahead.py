@@ -5,40 +5,59 @@ Launches nothing and knows no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 NUM_COMPILERS = 8
 
 
-class _ZeroedMemory(TorchDispatchMode):
-    """New memory holds zeros: what no kernel wrote is a valid token, row and length to torch."""
+class _ZeroedMemory(TorchFunctionMode):
+    """New memory holds zeros: what no kernel wrote is a valid token, row and length to torch.
+
+    A mode of functions: one of dispatch makes torch import its own compiler, which takes seconds.
+    """
 
     _EMPTY = frozenset(
         (
-            torch.ops.aten.empty.memory_format,
-            torch.ops.aten.empty_like.default,
-            torch.ops.aten.empty_strided.default,
-            torch.ops.aten.new_empty.default,
-            torch.ops.aten.new_empty_strided.default,
+            torch.empty,
+            torch.empty_like,
+            torch.empty_strided,
+            torch.Tensor.new_empty,
+            torch.Tensor.new_empty_strided,
         )
     )
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         return made.zero_() if func in self._EMPTY else made
 
 
+@cache
+def open_compiler() -> Thread:
+    """Triton reads and hashes all of itself once, for its cache: begun early, nobody waits."""
+
+    def read() -> None:
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+    thread = Thread(target=read, name="paceline-triton", daemon=True)
+    thread.start()
+    return thread
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Kernels that are launched inside are compiled, in parallel, and not run.
+    """Kernels that are launched inside are compiled and loaded, in parallel, and not run.
 
     What they would have written is zero if its memory is new; older tensors must be harmless as
     they are.
@@ -46,15 +65,37 @@ def compiling_ahead() -> Iterator[None]:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
+    class Ahead(AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: str, compiled: Callable[[], Any], keep: Callable[[Any], None]) -> Any:
+            future = super().submit(key, lambda: _loaded(compiled()), keep)
+            # Triton would do so at the end, and until then look each launch up on disk again.
+            keep(future)
+            return future
+
     launch = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    zeroed = _ZeroedMemory()  # type: ignore[no-untyped-call]
+    open_compiler().join()
     JITFunction.run = only_compile
     try:
-        with ThreadPoolExecutor(NUM_COMPILERS) as pool, AsyncCompileMode(pool), zeroed:
+        with _pool() as pool, Ahead(pool), _ZeroedMemory():
             yield
     finally:
         JITFunction.run = launch
+
+
+def _pool() -> ThreadPoolExecutor:
+    """Threads for the GPU of this one; a new thread is for the first GPU."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(NUM_COMPILERS)
+    here = (torch.cuda.current_device(),)
+    return ThreadPoolExecutor(NUM_COMPILERS, initializer=torch.cuda.set_device, initargs=here)
+
+
+def _loaded(kernel: Any) -> Any:
+    """With its launcher, which is compiled from C, and its code on the GPU: else both would come
+    with the first launch, one kernel after the other."""
+    kernel._init_handles()
+    return kernel

@@ -19,7 +19,7 @@ import numpy as np
 from paceline.errors import CollectiveError
 from paceline.step import StepResult
 
-GROUPS = ("tp", "dp", "host", "result")
+GROUPS = ("tp", "dp", "host", "result", "launch")
 # A member may be one collective ahead of one that still compares; a peer's results may be as far
 # ahead of its leader's as steps may be in flight (8).
 _ENTRIES = 16
@@ -89,6 +89,12 @@ class Contract:
             for peer in ranks:
                 self._compare(self.board, peer, index, number, text)
 
+    def launch(self, step: int) -> None:
+        """A step goes to the device, where its collectives may run without a word: in a graph."""
+        self.step, self.phase = step, "device"
+        if self.board is not None:
+            self.board.write(self.rank, GROUPS.index("launch"), step, f"step {step}, launched")
+
     def _compare(self, board: Board, peer: int, group: int, number: int, text: str) -> None:
         give_up_s = time.monotonic() + self.timeout_s
         while (theirs := board.read(peer, group, number)) is None:
@@ -101,10 +107,16 @@ class Contract:
                 f"{self.rank} is at [{text}], rank {peer} at [{theirs}]."
             )
 
-    def stalled(self, ranks: Sequence[int], why: str = "") -> CollectiveError:
-        """The error of a wait that ran out, or broke: where everybody was last seen."""
+    def stalled(
+        self, ranks: Sequence[int], why: str = "", waited_s: float | None = None
+    ) -> CollectiveError:
+        """The error of a wait that ran out, or broke: where everybody was last seen.
+
+        `waited_s`: None is since the last collective was announced.
+        """
         here = f"step {self.step}, {self.phase}"
-        waited = f"{time.monotonic() - self._entered_s:.1f} s"
+        waited_s = time.monotonic() - self._entered_s if waited_s is None else waited_s
+        waited = f"{waited_s:.1f} s"
         if self.board is None:
             return CollectiveError(f"rank {self.rank} waited in vain for {waited} in {here}. {why}")
         seen = (f"rank {r} at [{x}] {age:.1f} s ago" for r, (x, age) in self._seen(ranks))

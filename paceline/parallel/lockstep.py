@@ -58,6 +58,11 @@ def smallest(seat: Seat, name: str, value: int) -> int:
     return min(int(store.get(f"{name}:{r}")) for r in range(seat.layout.num_ranks))
 
 
+def meet(seat: Seat, name: str) -> None:
+    """Return when all ranks have come here, however long they read: loading has no deadline."""
+    smallest(seat, name, 0)
+
+
 def check_same(seat: Seat, name: str, value: str) -> None:
     """All ranks have the same: GPU, say. At start-up, through the store."""
     store: Any = open_store(seat.folder, seat.layout.num_ranks)

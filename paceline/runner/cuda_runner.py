@@ -121,7 +121,7 @@ class CudaRunner:
         needs = [self._needs_S[slot] for slot in plan.slot_B.tolist()]
         extent = plan.agreed or _extent(plan, needs)
         shape, tail = self._buckets.shape_of(extent), Tail(extent.tail)
-        self._device.groups.contract.step = plan.step
+        self._device.groups.contract.launch(plan.step)
         self._writer.write(entry, plan, row_starts(plan, shape), draft_starts(plan, shape))
         self._turn += 1
         step = _Step(self, plan, entry)
@@ -230,7 +230,7 @@ class CudaRunner:
         contract = self._device.groups.contract
         if contract.board is not None and waited_s > contract.timeout_s:
             # Collectives wait on the device for ever: this is where a rank that is late shows.
-            raise contract.stalled(contract.board.ranks)
+            raise contract.stalled(contract.board.ranks, waited_s=waited_s)
         is_gpu = self._device.slots.device.type == "cuda"
         return not is_gpu or torch.cuda.current_stream().query()
 

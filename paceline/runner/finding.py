@@ -168,6 +168,7 @@ class Loader:
         max_model_len = len(target.rotation)
         if draft.role == "model":
             return DraftModelHead(self._decoder(draft, max_model_len, self.draft_groups), layers)
+        self.progress("weights", 0.0)
         model = self._feature_model(draft, target, max_model_len)
         self.progress("weights", 1.0)
         return FeatureHead(model, layers)

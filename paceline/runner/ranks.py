@@ -18,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import ALONE, Backend, GroupOptions, Groups, open_groups
-from paceline.parallel.lockstep import HostLockstep, check_same, open_lockstep, smallest
+from paceline.parallel.lockstep import HostLockstep, check_same, meet, open_lockstep, smallest
 from paceline.parallel.placement import LONE_SEAT, Layout, Seat
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,10 @@ class Ranks:
     def smallest(self, name: str, value: int) -> int:
         """The least that some rank has."""
         return smallest(self.seat, name, value)
+
+    def meet(self, name: str) -> None:
+        """Before the first collective after a load, which one rank may be much later to end."""
+        meet(self.seat, name)
 
 
 def open_ranks(

@@ -56,6 +56,7 @@ _CPU = torch.device("cpu")
 def build_runner(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEAT) -> Runner:
     """Everything between `paceline serve` and the first step, for one device."""
     torch.set_grad_enabled(False)
+    progress("opening the device", 0.0)
     wanted = config.device.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -91,6 +92,7 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
     )
     model = loader.decoder(found[0], max_model_len)
     layers = [_layers(pages, spec) for spec in specs]
+    ranks.meet("target")
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     rates = forced_rates(config.speculative)
     names = config.model.logits_processors
@@ -115,6 +117,7 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
         weights_bytes=model.nbytes,
     )
     runner = CpuRunner(device, info, num_threads, ranks.lockstep)
+    ranks.meet("draft")
     progress("warming up", 0.0)
     warm_up(runner, is_joint=steps_together(seat.layout, [f.spec for f in found]))
     progress("ready", 1.0)

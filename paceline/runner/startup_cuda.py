@@ -14,6 +14,7 @@ from paceline.config import EngineConfig
 from paceline.drafters.base import Drafter
 from paceline.kernels.finish import Forced
 from paceline.kernels.step_rows import PacketLayout
+from paceline.kernels.triton_ahead import open_compiler
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.layout import add_pages
 from paceline.models.loading import WeightFormats
@@ -65,10 +66,7 @@ def build_fixed_runner(
 ) -> Runner:
     """Everything between `paceline serve` and the first step, for one GPU."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # fp32 means fp32: equality with a reference is what it is used for.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+        _open(device)
     progress("locating the model", 0.0)
     found = find_models(config)
     ranks = open_ranks(config, seat, [f.spec for f in found], backend)
@@ -83,16 +81,17 @@ def build_fixed_runner(
         draft_groups=ranks.draft_groups,
     )
     model = loader.decoder(found[0], max_model_len)
+    progress("sizing the cache", 0.0)
     slots = _slots(config, found, max_model_len, device)
     capacity = _capacity(config, slots)
-    # The same on every rank, whatever its share of the weights is.
-    weight_bytes = found[0].spec.num_parameters * dtype.itemsize
+    weight_bytes = found[0].spec.num_parameters * dtype.itemsize  # the same on every rank
     buckets = Buckets.of(capacity.rows, config.scheduler.sizes[1], capacity.k, weight_bytes)
     steps = step_bytes([_sizes(spec, capacity, buckets, dtype) for spec in specs])
     count = _num_pages(config, specs, steps, max_model_len, dtype, device, ranks)
     pages = Pages(count, config.cache.block_size, slots.num_slots, max_model_len, device)
     layers = [add_pages(pages, spec, dtype) for spec in specs]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
+    progress("making room for steps", 0.0)
     rates = forced_rates(config.speculative)
     drafter = make_drafter(config.speculative, head)
     row_appends = _max_row_appends(capacity.k, drafter, pages.page_size)
@@ -121,9 +120,18 @@ def build_fixed_runner(
         lockstep=ranks.lockstep,
         use_graphs=_uses_graphs(config, ranks, device, backend),
     )
+    ranks.meet("draft")
     runner.prepare(progress)
     progress("ready", 1.0)
     return runner
+
+
+def _open(device: torch.device) -> None:
+    open_compiler()
+    torch.cuda.set_device(device)
+    # fp32 means fp32: equality with a reference is what it is used for.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def _uses_graphs(

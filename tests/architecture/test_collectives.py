@@ -19,6 +19,10 @@ WIRES = {"gloo_wire", "nccl_wire", "GlooWire", "NcclWire", "Wire", "open_store"}
 # What only a wire asks of a process group.
 RAW = {"allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast"}
 RAW |= {"all_gather_into_tensor", "init_process_group", "new_group", "barrier", "_wire"}
+# Where parts of a layer meet, on the device. Nobody else calls a collective of any group.
+VERBS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+CALLERS = {"paceline/parallel/expert_exchange.py", LOCKSTEP}
+CALLERS |= {f"paceline/layers/{name}.py" for name in ("linear", "moe", "vocab")}
 # The agreement, and who asks for it.
 AGREES = {"agree": {"paceline/engine/engine.py"}, "open_lockstep": {"paceline/runner/ranks.py"}}
 
@@ -63,6 +67,11 @@ def test_nobody_else_opens_a_wire_or_talks_through_one(source: Source) -> None:
         assert not calls_of(source, "Group"), f"{source.name}: groups are made in {GROUPS}"
 
 
+def test_collectives_are_called_where_parts_of_a_layer_meet() -> None:
+    callers = {s.name for s in PACKAGE for verb in VERBS if calls_of(s, verb)}
+    assert callers - {COLLECTIVES} == CALLERS
+
+
 def test_one_module_opens_the_group_of_hosts() -> None:
     named = {
         source.name
@@ -83,6 +92,5 @@ def test_one_place_asks_for_the_agreement(name: str) -> None:
 
 def test_the_collective_of_hosts_is_one_call() -> None:
     (source,) = (s for s in PACKAGE if s.name == LOCKSTEP)
-    names = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-    assert [len(calls_of(source, name)) for name in names] == [1, 0, 0, 0]
+    assert [len(calls_of(source, verb)) for verb in VERBS] == [1, 0, 0, 0]
     assert not used(source) & {"cuda", "to", "device"}, "it is over numbers in host memory"

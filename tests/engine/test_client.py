@@ -416,3 +416,15 @@ def test_progress_is_reported_while_loading() -> None:
     )
     client.close()
     assert seen == [("loading", 0.0), ("loading", 1.0)]
+
+
+def test_the_front_knows_how_long_each_stage_of_the_start_took(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before_s = time.monotonic()
+    with caplog.at_level(logging.INFO, "paceline"), echo_client("load_s=0.06") as client:
+        elapsed_s = time.monotonic() - before_s
+        startup_s = client.info.startup_s
+    assert list(startup_s) == ["process and imports", "loading"]
+    assert 0.06 <= startup_s["loading"] <= sum(startup_s.values()) <= elapsed_s + 0.001
+    assert f"loading {startup_s['loading']:.1f}" in caplog.text

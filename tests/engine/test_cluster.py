@@ -287,6 +287,26 @@ def test_when_every_rank_misses_another_the_first_one_heard_is_named() -> None:
         assert all("waited in vain" in error for error in errors_of(streams))
 
 
+@pytest.mark.parametrize(
+    ("layout", "hangs", "late"),
+    [
+        (DP2, 1, r"rank 1 \(replica 1\) did not answer; rank 0 "),
+        (DP4, 2, r"rank 2 \(replica 2\) did not answer; rank [013] "),
+    ],
+)
+def test_a_rank_that_stays_silent_while_all_others_give_up_is_named_first(
+    layout: dict[str, Any], hangs: int, late: str
+) -> None:
+    behaviour = f"delay_s=0.005 miss_at=20 hang_at=15 at_rank={hangs}"
+    with ranks(behaviour, **layout) as client:
+        pids = client.engine_pids
+        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(4)]
+        with pytest.raises(EngineDead, match=rf"gone: {late}.*waited in vain"):
+            pump_for_ever(client)
+        assert_gone(pids)
+        assert all("did not answer" in error for error in errors_of(streams))
+
+
 def test_an_idle_front_learns_of_a_dead_rank_when_it_submits() -> None:
     with ranks(**TP2) as client:
         pids = client.engine_pids

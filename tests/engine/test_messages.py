@@ -38,7 +38,7 @@ from paceline.engine.messages import (
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.step import RunnerInfo, TokenLogprobs
 
-INFO = RunnerInfo(10, 16, 4, 128, 500, 3, 3, model_name="tiny", extras={"threads": "2"})
+INFO = RunnerInfo(10, 16, 4, 128, 500, 3, 3, model_name="tiny", startup_s={"weights": 2.5})
 
 
 def submitted(request: EngineRequest) -> EngineRequest:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.config import EngineConfig
+from paceline.engine import launch
 from paceline.engine.boot import Failed, Post, is_after_another
+from paceline.engine.cluster import Cluster
 from paceline.engine.launch import _posts
 from paceline.engine.messages import Died, Wake, decode, encode
-from paceline.engine.worker import _open_wakes
+from paceline.engine.worker import _open_wakes, _wake_driver
 from paceline.errors import CollectiveError, EngineDead
 from paceline.parallel.placement import Layout
 
@@ -43,6 +48,31 @@ def test_every_rank_has_the_sockets_of_its_place(
         assert [len(post.wake_others) for post in posts] == num_wakes
         assert [post.wake is not None for post in posts] == [n > 0 for n in num_wakes]
         assert [Post.decode(post.encode()) for post in posts] == posts
+
+
+@pytest.mark.parametrize(("device", "may_use_gpu"), [("auto", True), ("cpu", False)])
+def test_ranks_of_a_cpu_leave_the_gpu_alone(
+    device: str, may_use_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posts: list[Post] = []
+    monkeypatch.setattr(launch, "EngineProcess", lambda factory, post: posts.append(post))
+    monkeypatch.setattr(Cluster, "__init__", lambda *parts: None)
+    Cluster.launch(EngineConfig.from_keywords(model="", device=device, data_parallel_size=2))
+    assert [Post.decode(post.encode()).may_use_gpu for post in posts] == [may_use_gpu] * 2
+
+
+def test_without_a_driver_there_is_nothing_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def driver(name: str) -> SimpleNamespace:
+        if opened:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(cuInit=opened.append)
+
+    monkeypatch.setattr(ctypes, "CDLL", driver)
+    _wake_driver()
+    _wake_driver()
+    assert opened == [0]
 
 
 def test_plans_go_from_a_leader_to_the_peers_of_its_own_replica() -> None:

@@ -43,15 +43,14 @@ raise SystemExit(bool(failed) or not seen)
 """
 
 
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    """The first case of each; nothing is launched."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+def run_program(program: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: Triton knows one driver."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
         env={
             "PYTHONPATH": ".",
             "PATH": "/usr/bin:/bin",
-            "TRITON_CACHE_DIR": str(tmp_path),
+            "TRITON_CACHE_DIR": str(cache),
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
@@ -59,6 +58,12 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         timeout=280,
         check=False,
     )
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    """The first case of each; nothing is launched."""
+    pytest.importorskip("triton")
+    done = run_program(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -78,3 +83,51 @@ def test_what_no_kernel_wrote_is_zero_while_kernels_are_only_compiled() -> None:
         ]
         assert not any(x.any() for x in made)
         assert (like.index_select(0, made[0][0]) == 7).all()
+
+
+AHEAD = """
+import sys, threading
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime import driver, jit
+from paceline.kernels import triton_ahead
+from paceline.kernels.norm_triton import rms_norm
+
+made, ran = [], []
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device=None: 0)
+
+    class utils:
+        get_device_properties = staticmethod(lambda device: {"max_shared_mem": 1 << 17})
+        load_binary = staticmethod(lambda *binary: (1, 1, 32, 0, 1024))
+
+    @staticmethod
+    def launcher_cls(source, metadata):
+        made.append(threading.current_thread())
+        return lambda *launch: ran.append(launch)
+
+driver.set_active(Hopper())
+asked, look_up = [], jit.get_cache_key
+jit.get_cache_key = lambda *of: asked.append(of) or look_up(*of)
+x_TD, weight_D = torch.ones(4, 64), torch.ones(64)
+with triton_ahead.compiling_ahead():
+    for _ in range(3):
+        rms_norm(x_TD, weight_D, 1e-5)
+assert len(asked) == len(made) == 1, "looked up once, and loaded"
+assert made[0] is not threading.main_thread()
+assert not ran
+rms_norm(x_TD, weight_D, 1e-5)
+assert len(ran) == len(made) == 1, "the first launch finds everything"
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_a_kernel_is_looked_up_and_loaded_once_before_it_runs(tmp_path: Path) -> None:
+    """And torch's own compiler, which takes seconds to import, stays out of it."""
+    pytest.importorskip("triton")
+    done = run_program(AHEAD, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

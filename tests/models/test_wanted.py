@@ -59,8 +59,9 @@ class Scene:
     def inputs(
         self, slots: tuple[int, ...], starts: tuple[int, ...], counts: tuple[int, ...]
     ) -> ForwardInputs:
-        integers = (np.array(x) for x in (slots, starts, counts))
-        return lay_out(self.slots, self.pages, *integers, self.model.spec.group_size)
+        slot_B, start_B, count_B = (np.array(x) for x in (slots, starts, counts))
+        group_size = self.model.spec.group_size
+        return lay_out(self.slots, self.pages, slot_B, start_B, count_B, group_size)
 
     def forward(self, *, has_wanted: bool) -> Tensor:
         inputs = self.inputs((0, 1), STARTS, COUNTS)

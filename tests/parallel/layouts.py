@@ -6,6 +6,7 @@ Tokens must equal transformers' greedy ones, whatever is spread over whom.
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LONE = 4  # the prompt that is run once more, alone
 DRAFTERS = ("none", "ngram", "draft_model", "eagle", "eagle3", "mtp")
+FEW_FROM = 2112  # seeds from here on draw evenly: both exchanges in every layout that has one, ...
 
 
 @dataclass(frozen=True)
@@ -51,56 +53,76 @@ class LayoutRung:
         return f"{self.layout}{exchange}{whole}{shapes}-{self.rung}"
 
 
-def family_for(layout: str, drafter: str, index: int) -> str:
+def families_for(layout: str, drafter: str) -> tuple[str, ...]:
     """Experts where they are spread; latent attention where a layer of the target drafts."""
     if drafter == "mtp":
-        return ("deepseek-v3", "glm4-moe-lite")[index % 2]
+        return ("deepseek-v3", "glm4-moe-lite")
     if layout.endswith("ep"):
-        return ("mixtral", "qwen3-moe")[index % 2] if layout != "tp4" else "mixtral"
-    return ("llama", "mixtral", "qwen2")[index % 3]
+        return ("mixtral", "qwen3-moe")
+    return ("llama", "mixtral", "qwen2")
 
 
-def rung_of(index: int, layout: str, drafter: str, depth: int, *, is_fixed: bool) -> LayoutRung:
-    """The other axes take turns."""
-    has_model = drafter in ("draft_model", "eagle", "eagle3", "mtp")
+def rung_of(
+    layout: str, drafter: str, depth: int, *, is_fixed: bool, is_whole: bool, seed: int
+) -> LayoutRung:
+    """The other axes are drawn, so that none of them goes with one of these."""
+    draw = random.Random(seed).choice
     return LayoutRung(
         layout,
         Rung(
-            family=family_for(layout, drafter, index),
+            family=draw(families_for(layout, drafter)),
             run_ahead=depth,
             drafter=drafter,
-            k=(3, 1, 7, 2)[index % 4],
-            request_k=("all", "mixed")[index % 2],
-            chunk=(16, 2048, 37)[index % 3],
-            prefix_cache=index % 4 != 3,
-            pool=("roomy", "tight")[index // 2 % 2],
-            block_size=(16, 4)[index // 3 % 2],
+            k=draw((3, 1, 7, 2)),
+            request_k=draw(("all", "mixed")),
+            chunk=draw((16, 2048, 37)),
+            prefix_cache=draw((True, True, False)),
+            pool=draw(("roomy", "tight")),
+            block_size=draw((16, 4)),
         ),
-        exchange=("allgather_reducescatter", "alltoall")[index // 3 % 2],
-        draft_tp=1 if has_model and index % 2 else None,
+        exchange=draw(("allgather_reducescatter", "alltoall")),
+        draft_tp=1 if is_whole else None,
         has_fixed_shapes=is_fixed,
     )
 
 
+def cuts_draft(layout: str, drafter: str) -> bool:
+    """Whether a draft may be whole on every rank or cut."""
+    return "tensor_parallel_size" in LAYOUTS[layout] and drafter not in ("none", "ngram")
+
+
 def few_rungs() -> list[LayoutRung]:
     """Every layout with two drafters; every drafter, depth and kind of step several times."""
-    rungs = []
+    rungs: list[LayoutRung] = []
     for i, layout in enumerate(LAYOUTS):
         for j in range(2):
-            index = 2 * i + j
             drafter = DRAFTERS[(5 * i + 3 * j + 2) % len(DRAFTERS)]
-            depth = (i + j + 1) % 3
-            rungs.append(rung_of(index, layout, drafter, depth, is_fixed=index % 4 == 1))
+            rungs.append(
+                rung_of(
+                    layout,
+                    drafter,
+                    depth=(i + j + 1) % 3,
+                    is_fixed=(2 * i + j) % 4 == 1 or i == 4,
+                    is_whole=i % 3 == 1 and cuts_draft(layout, drafter),
+                    seed=FEW_FROM + len(rungs),
+                )
+            )
     return rungs
 
 
 def all_rungs() -> list[LayoutRung]:
-    """Every layout with every drafter at every depth, in both kinds of steps."""
-    product = itertools.product(LAYOUTS, DRAFTERS, (0, 1, 2), (False, True))
-    return [
-        rung_of(i, layout, drafter, depth, is_fixed=is_fixed)
-        for i, (layout, drafter, depth, is_fixed) in enumerate(product)
-    ]
+    """Every layout with every drafter at every depth, in both kinds of steps; drafts both ways."""
+    rungs: list[LayoutRung] = []
+    for layout, drafter, depth, is_fixed, is_whole in itertools.product(
+        LAYOUTS, DRAFTERS, (0, 1, 2), (False, True), (False, True)
+    ):
+        if is_whole and not cuts_draft(layout, drafter):
+            continue
+        rung = rung_of(
+            layout, drafter, depth, is_fixed=is_fixed, is_whole=is_whole, seed=len(rungs)
+        )
+        rungs.append(rung)
+    return rungs
 
 
 def open_ranks(options: dict[str, Any], *, has_fixed_shapes: bool = False) -> LLM:

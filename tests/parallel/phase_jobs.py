@@ -16,6 +16,7 @@ from paceline.engine.messages import Drain, StepMessage, decode, encode, encode_
 from paceline.parallel.placement import Seat, layout_of
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.startup import build_runner
+from paceline.step import InFlightStep, StepPlan
 
 
 def record(rank: int, folder: Path) -> dict[str, Any]:
@@ -40,6 +41,14 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
                 tokens.setdefault(uid, []).extend(found)
 
     engine = Engine(runner, config, take)
+    lockstep, launch = engine.lockstep, runner.launch
+    launched_after: list[int] = []  # how many agreements there had been, by step
+
+    def launch_noted(plan: StepPlan) -> InFlightStep:
+        launched_after.append(lockstep.number if lockstep else 0)
+        return launch(plan)  # type: ignore[no-any-return]
+
+    runner.launch = launch_noted
     inbox: SimpleQueue[bytes | None] = SimpleQueue()
     for uid, (prompt, most, k) in enumerate(asked["requests"][rank], start=1):
         params = SamplingParams(temperature=0, max_tokens=most, num_speculative_tokens=k, seed=0)
@@ -47,11 +56,11 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
     inbox.put(encode(Drain()))
     run_engine(engine, inbox)
     runner.close()  # drafting goes on after the last result
-    lockstep = engine.lockstep
     return {
         "tokens": tokens,
         "accepted": accepted,
         "steps": engine.scheduler.num_steps,
+        "launched_after": launched_after,
         "records": list(runner._device.groups.contract.records),
         "agreements": list(lockstep._group.contract.records) if lockstep else [],  # type: ignore[attr-defined]
     }

@@ -1,4 +1,4 @@
-"""Runners that go wrong on one rank, by name: another shape, another seed, a leader that is slow.
+"""Runners that go wrong on one rank, by name: another shape, another seed, one that is slow.
 
 For tests/parallel/test_failures.py.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.parallel.collectives import Group
 from paceline.parallel.placement import Seat
-from paceline.runner.finding import Progress
+from paceline.runner.finding import Loader, Progress
 from paceline.runner.startup import build_runner
 from paceline.step import InFlightStep, Runner, StepPlan
 from tests.parallel.factories import build_fixed
@@ -23,6 +23,7 @@ from tests.parallel.factories import build_fixed
 OTHER_SHAPE = f"{__name__}:build_other_shape"
 OTHER_SEED = f"{__name__}:build_other_seed"
 SLOW_LEADER = f"{__name__}:build_slow_leader"
+SLOW_LOADER = f"{__name__}:build_slow_loader"
 STEP = 5
 
 
@@ -63,6 +64,20 @@ def build_slow_leader(config: EngineConfig, progress: Progress, seat: Seat) -> R
 
         runner.launch = late
     return runner  # type: ignore[no-any-return]
+
+
+def build_slow_loader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    """Rank 1 needs longer to read each model than the others would wait for it in a step."""
+    if seat.rank == 1:
+        loader: Any = Loader
+        load = loader._decoder
+
+        def load_late(*arguments: Any) -> Any:
+            time.sleep(1.25 * config.device.stall_timeout)
+            return load(*arguments)
+
+        loader._decoder = load_late
+    return build_runner(config, progress, seat)
 
 
 def build_other_seed(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:

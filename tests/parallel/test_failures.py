@@ -21,7 +21,7 @@ from tests.e2e.ladder import PROMPTS, Workshop
 from tests.engine.echo_client import Stream, pump_for_ever, pump_until_finished
 from tests.engine.test_client_process import wait_gone
 from tests.parallel.layouts import LAYOUTS
-from tests.parallel.saboteur import OTHER_SEED, OTHER_SHAPE, SLOW_LEADER
+from tests.parallel.saboteur import OTHER_SEED, OTHER_SHAPE, SLOW_LEADER, SLOW_LOADER
 
 pytestmark = pytest.mark.usefixtures("_forks")
 
@@ -91,11 +91,18 @@ def test_ranks_that_disagree_end_with_the_step_the_phase_and_both_rows(
 
 @pytest.mark.parametrize(
     ("layout", "victim", "checks"),
-    [("tp2", 0, True), ("tp2", 1, False), ("dp2-ep", 0, False), ("dp2-ep", 1, True)],
+    [
+        ("tp2", 0, True),
+        ("tp2", 1, False),
+        ("dp2-ep", 0, False),
+        ("dp2-ep", 1, True),
+        ("dp4-ep", 2, False),
+    ],
 )
 def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
     layout: str, victim: int, checks: bool, workshop: Workshop
 ) -> None:
+    """Of four ranks too, though the others, who only wait, look the same on the board."""
     options: dict[str, Any] = {"stall_timeout": STALL_S, "check_collectives": checks}
     with client_of(workshop, layout, **options) as client:
         pids = client.engine_pids
@@ -108,11 +115,30 @@ def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
             pump_for_ever(client)
         assert STALL_S / 2 < time.monotonic() - began_s < STALL_S + 4
         said = str(caught.value)
+        others = "".join(str(rank) for rank in range(len(pids)) if rank != victim)
         assert re.search(
-            rf"rank {1 - victim} waited in vain for {STALL_S:.0f}\.\d s in step ", said
+            rf"gone: rank {victim} \(replica \d\) did not answer; rank [{others}] ", said
         )
-        assert re.search(rf"last seen: rank {victim} at \[step \d+, \w+: ", said)
+        waited = (
+            rf"rank [{others}] waited in vain for {STALL_S:.0f}\.\d s in step \d+, \w+; last seen: "
+        )
+        assert re.search(rf"{waited}.*rank {victim} at \[step \d+, \w+: ", said)
         assert_all_gone(pids)
+
+
+@pytest.mark.parametrize(("layout", "drafter"), [("tp2", "eagle"), ("dp2-ep", "draft_model")])
+def test_a_rank_may_load_for_longer_than_ranks_wait_for_each_other(
+    layout: str, drafter: str, workshop: Workshop
+) -> None:
+    """Its target, before a head is compared with it; its draft, before the first step."""
+    options: dict[str, Any] = {"stall_timeout": STALL_S, "check_collectives": True}
+    is_head = drafter == "eagle"
+    draft = workshop.head_folder("mixtral") if is_head else workshop.draft_folder("mixtral")
+    spec = {"method": drafter, "model": draft, "num_speculative_tokens": 2}
+    with client_of(workshop, layout, SLOW_LOADER, speculative_config=spec, **options) as client:
+        stream = submit(client, 12)
+        pump_until_finished(client, stream)
+        assert len(stream.token_ids()) == 12
 
 
 def test_ranks_that_sample_other_tokens_are_found_out_at_once(workshop: Workshop) -> None:

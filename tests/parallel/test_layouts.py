@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.ladder import Workshop
+from paceline import LLM, SamplingParams
+from tests.e2e.engines import tokens
+from tests.e2e.ladder import PROMPTS, Workshop
 from tests.parallel.layouts import LayoutRung, all_rungs, few_rungs, run_layout
 
 pytestmark = pytest.mark.usefixtures("_forks")
@@ -27,3 +29,22 @@ def test_greedy_tokens_equal_the_reference(what: LayoutRung, workshop: Workshop)
 @pytest.mark.parametrize("what", all_rungs(), ids=str)
 def test_greedy_tokens_equal_the_reference_everywhere(what: LayoutRung, workshop: Workshop) -> None:
     check(what, workshop)
+
+
+def test_an_llm_starts_its_replicas_and_spreads_its_prompts(workshop: Workshop) -> None:
+    """With nothing but the keyword. Dense replicas: one without requests would take no step."""
+    with LLM(
+        workshop.target_folder("llama"),
+        data_parallel_size=2,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        cpu_threads=1,
+    ) as llm:
+        client = llm._client
+        assert len(client.engine_pids) == 2
+        client.start_trace()
+        params = SamplingParams(temperature=0, max_tokens=workshop.max_tokens, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        spans = client.take_trace()
+    assert [x[0] for x in tokens(outputs)] == workshop.expected("llama")
+    assert {s.replica for s in spans if s.lane == "launch"} == {0, 1}

@@ -25,6 +25,8 @@ def options(workshop: Workshop, drafter: str, family: str, k: int, **more: Any) 
             model = workshop.head_folder(family, "mtp")
         elif drafter == "draft_model":
             spec["model"] = workshop.draft_folder(family)
+        elif drafter == "ngram":
+            spec["prompt_lookup_min"] = 1
         else:
             spec["model"] = workshop.head_folder(family, drafter)
     return {
@@ -74,17 +76,32 @@ def test_all_ranks_run_the_same_phases_and_agree_once_per_step(
     assert found[0]["agreements"] == found[1]["agreements"] == found[2]["agreements"]
     steps = found[0]["steps"]
     assert [x["steps"] for x in found] == [steps] * 3
-    # One for each step, and some to find that nothing is left.
-    assert steps <= len(found[0]["agreements"]) <= steps + depth + 3
+    for replica in found:
+        # Each step is launched after an agreement of its own; a few more find that nothing is left.
+        numbers = replica["launched_after"]
+        assert numbers == list(range(1, steps + 1))
+        assert steps < len(replica["agreements"]) <= steps + depth + 3
     passes = {line.split(": ")[0].partition(", ")[2] for line in found[1]["records"]}
     if drafter != "eagle":  # a dense head has no collective
         assert passes == {"target", "draft 1", "draft 2", "draft 3"}
 
 
 @pytest.mark.trap("C9", "I1")
-def test_as_many_drafts_are_accepted_as_on_one_rank(workshop: Workshop, tmp_path: Path) -> None:
-    requests: Asked = [(p, 24, None) for p in PROMPTS[2:6]]
-    values = options(workshop, "mtp", "deepseek-v3", 3, run_ahead=1)
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    [
+        ("ngram", "mixtral"),
+        ("draft_model", "mixtral"),
+        ("eagle", "mixtral"),
+        ("eagle3", "qwen3-moe"),
+        ("mtp", "deepseek-v3"),
+    ],
+)
+def test_as_many_drafts_are_accepted_as_on_one_rank(
+    drafter: str, family: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    requests: Asked = [(p, 24, None) for p in (*PROMPTS[2:5], PROMPTS[11])]
+    values = options(workshop, drafter, family, 3, run_ahead=1)
     halves: list[Asked] = [requests[::2], requests[1::2]]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

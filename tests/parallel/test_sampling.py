@@ -132,7 +132,6 @@ def test_two_ranks_sample_the_tokens_of_one(case: Case, workshop: Workshop) -> N
         assert not is_sampled or accepted[0] == accepted[1]
 
 
-@pytest.mark.trap("C1", "C6")
 def test_a_replica_that_scores_a_prompt_takes_the_others_along(workshop: Workshop) -> None:
     """Prompt scores read what the last layer makes of every token; else it computes few of them.
     Experts are spread, so all replicas have to hand out the same rows."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from paceline.errors import CollectiveError
+from paceline.parallel.contract import Board, Contract
 from paceline.runner.cuda_runner import CudaRunner
 from paceline.runner.shapes import Buckets
 from paceline.sampling.verify import Tail
@@ -30,6 +34,28 @@ def test_graphs_go_before_the_groups_whose_collectives_they_hold() -> None:
     graphs = SimpleNamespace(close=lambda: order.append("graphs"))
     bare_runner(_device=device, _graphs=graphs).close()
     assert order == ["graphs", "groups"]
+
+
+def test_a_step_that_waits_on_the_device_for_another_rank_has_a_deadline(tmp_path: Path) -> None:
+    """Collectives in a graph are announced when it is captured, which may be long ago."""
+    contracts = [Contract(rank, Board(tmp_path / "board", 2), timeout_s=1.5) for rank in range(2)]
+    for contract in contracts:
+        contract.step, contract.phase = 1, "draft 2"
+        contract.enter("tp", [0, 1], "all_reduce", "float32 [1]")
+        contract._entered_s -= 1000.0
+    for step in (7, 8):
+        contracts[0].launch(step)
+    contracts[1].launch(7)
+    slots = SimpleNamespace(device=torch.device("cpu"))
+    runner = bare_runner(
+        _device=SimpleNamespace(slots=slots, groups=SimpleNamespace(contract=contracts[0]))
+    )
+    assert runner._is_idle(1.4)
+    said = (
+        r"rank 0 waited in vain for 1\.6 s in step 8, device; last seen: rank 1 at \[step 7, launch"
+    )
+    with pytest.raises(CollectiveError, match=said):
+        runner._is_idle(1.6)
 
 
 def test_kernels_of_prompts_and_of_sampling_are_compiled_before_anybody_asks() -> None:
