@@ -96,6 +96,9 @@ class NullRunner:
     def use_spare_time(self) -> bool:
         return False
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -266,4 +266,7 @@ class Runner(Protocol):
     def use_spare_time(self) -> bool:
         """Nothing runs: prepare for steps to come, for a moment. False: there is nothing left."""
 
+    def rest(self) -> None:
+        """The loop is about to sleep: no plan is to be expected."""
+
     def close(self) -> None: ...

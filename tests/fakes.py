@@ -122,6 +122,9 @@ class FakeRunner:
     def use_spare_time(self) -> bool:
         return False
 
+    def rest(self) -> None:
+        pass
+
     def extent(self, plan: StepPlan) -> Extent:
         return plan.extent()
 

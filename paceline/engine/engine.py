@@ -179,12 +179,15 @@ class Engine:
         assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
         if agreed is None:
             self.may_end = self.is_draining
+            self._runner.rest()
             return False
         if agreed.has_spare_time and not agreed.is_unfinished:
             # All ranks prepare the same things in the same order: there are collectives in it.
             self.has_spare_time = self._runner.use_spare_time() and self.has_spare_time
             return True
         self.may_end = agreed.is_draining and not agreed.is_unfinished
+        if not agreed.is_unfinished:
+            self._runner.rest()
         return agreed.is_unfinished
 
     def _launch(self, plan: StepPlan) -> None:

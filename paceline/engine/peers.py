@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
+from paceline.errors import CollectiveError
 from paceline.step import (
     Extent,
     InFlightStep,
@@ -25,7 +26,7 @@ from paceline.step import (
 )
 
 _HEADER = struct.Struct("<IB")  # bytes that follow, kind
-_PLAN, _LATE, _SPARE = 1, 2, 3
+_PLAN, _LATE, _SPARE, _REST = 1, 2, 3, 4
 # Without a new plan for so long, a peer waits for its newest steps too: one of them may fail.
 _QUIET_S = 0.005
 
@@ -33,9 +34,12 @@ _QUIET_S = 0.005
 class LeadingRunner:
     """A leader's runner: what it launches, its peers launch too. See step.Runner."""
 
-    def __init__(self, runner: Runner, peers: Sequence[socket.socket]) -> None:
+    def __init__(self, runner: Runner, peers: Sequence[socket.socket], timeout_s: float) -> None:
         self._runner = runner
         self._peers = peers
+        self._timeout_s = timeout_s
+        for peer in peers:
+            peer.settimeout(timeout_s)
 
     @property
     def info(self) -> RunnerInfo:
@@ -60,6 +64,10 @@ class LeadingRunner:
         self.send(_SPARE, b"")
         return self._runner.use_spare_time()
 
+    def rest(self) -> None:
+        self.send(_REST, b"")
+        self._runner.rest()
+
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
@@ -70,7 +78,12 @@ class LeadingRunner:
         for peer in self._peers:
             # A peer that is gone is the front's to notice; the step would wait for it in vain.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                peer.sendall(frame)
+                try:
+                    peer.sendall(frame)
+                except TimeoutError as error:
+                    raise CollectiveError(
+                        f"a rank of this replica has not taken its plan for {self._timeout_s:g} s."
+                    ) from error
 
 
 class _LeadingStep:
@@ -86,8 +99,12 @@ class _LeadingStep:
         return self._step.wait()
 
 
-def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
-    """Launch what the leader launches until its end is closed. Raises what a step raised."""
+def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) -> None:
+    """Launch what the leader launches until its end is closed. Raises what a step raised.
+
+    Until it rests, the leader owes the next frame: twice `timeout_s` are enough for it to say
+    itself whom it waits for.
+    """
     in_flight: deque[InFlightStep] = deque()
     unbound: InFlightStep | None = None  # the newest, when it waits for masks
     poll = select.poll()
@@ -100,15 +117,15 @@ def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
         if has_more and not poll.poll(_QUIET_S * 1000):
             in_flight.popleft().wait()
             continue
-        header = _read_exactly(leader, _HEADER.size)
-        if header is None:
+        frame = _read_frame(leader)
+        if frame is None:
             return
-        size, kind = _HEADER.unpack(header)
-        payload = _read_exactly(leader, size)
-        if payload is None:
-            return
+        kind, payload = frame
+        leader.settimeout(None if kind in (_SPARE, _REST) else 2 * timeout_s)
         if kind == _SPARE:
             runner.use_spare_time()
+        elif kind == _REST:
+            runner.rest()
         elif kind == _LATE:
             assert unbound is not None, "masks for a step that waits for none"
             unbound.bind(decode_late(payload))
@@ -117,6 +134,22 @@ def follow(runner: Runner, leader: socket.socket, depth: int = 1) -> None:
             plan = decode_plan(payload)
             in_flight.append(runner.launch(plan))
             unbound = in_flight[-1] if plan.late_B is not None else None
+
+
+def _read_frame(leader: socket.socket) -> tuple[int, bytes] | None:
+    """(kind, payload); None: the leader's end is closed."""
+    try:
+        header = _read_exactly(leader, _HEADER.size)
+        if header is None:
+            return None
+        size, kind = _HEADER.unpack(header)
+        payload = _read_exactly(leader, size)
+    except TimeoutError as error:
+        raise CollectiveError(
+            f"the leader of this replica has sent no plan for {leader.gettimeout():g} s, though "
+            "it has not gone to rest."
+        ) from error
+    return None if payload is None else (kind, payload)
 
 
 def _read_exactly(sock: socket.socket, size: int) -> bytes | None:

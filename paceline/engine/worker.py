@@ -128,10 +128,10 @@ def serve(port: Port, factory: str, post: Post, *, own_process: bool) -> None:
         plans = [socket.socket(fileno=fd) for fd in post.plans]
         if seat.is_leader:
             if plans:
-                runner = LeadingRunner(runner, plans)
+                runner = LeadingRunner(runner, plans, start.config.device.stall_timeout)
             _lead(runner, start.config, port, post)
         else:
-            _follow(runner, plans[0], port, start.config.scheduler.depth)
+            _follow(runner, plans[0], port, start.config)
     except BaseException as error:
         port.send(Failed.because(error).encode())
     finally:
@@ -152,10 +152,10 @@ def _lead(runner: Runner, config: EngineConfig, port: Port, post: Post) -> None:
         port.send(encode(Died(describe(error), is_after_another(error))))
 
 
-def _follow(runner: Runner, plans: socket.socket, port: Port, depth: int) -> None:
+def _follow(runner: Runner, plans: socket.socket, port: Port, config: EngineConfig) -> None:
     port.send(encode(Ready(runner.info)))
     try:
-        follow(runner, plans, depth)
+        follow(runner, plans, config.scheduler.depth, config.device.stall_timeout)
     except BaseException as error:
         logger.exception("the rank failed")
         port.send(encode(Died(describe(error), is_after_another(error))))

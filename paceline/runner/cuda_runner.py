@@ -267,6 +267,9 @@ class CudaRunner:
         self._capture(self._graphs, key)
         return True
 
+    def rest(self) -> None:
+        pass
+
     def _keys(self) -> tuple[list[GraphKey], list[GraphKey]]:
         buckets = self._buckets
         tiers = buckets.k_tiers[::-1]

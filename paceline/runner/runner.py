@@ -85,6 +85,9 @@ class CpuRunner:
     def use_spare_time(self) -> bool:
         return False
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join(timeout=30)

@@ -128,6 +128,9 @@ class EchoRunner:
     def use_spare_time(self) -> bool:
         return False
 
+    def rest(self) -> None:
+        pass
+
     def extent(self, plan: StepPlan) -> Extent:
         return plan.extent()
 

@@ -81,8 +81,8 @@ def wait_gone(pid: int, within_s: float) -> bool:
     return True
 
 
-def members(group: int) -> list[int]:
-    """Living processes of a process group."""
+def members(group: int, parents: tuple[int, ...] = ()) -> list[int]:
+    """Living processes of a process group, or those among them that have one of these parents."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -91,7 +91,8 @@ def members(group: int) -> list[int]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[2]) == group and fields[0] != "Z":
+        is_child = not parents or int(fields[1]) in parents
+        if int(fields[2]) == group and fields[0] != "Z" and is_child:
             found.append(int(entry.name))
     return found
 

@@ -343,6 +343,9 @@ class Scripted:
     def use_spare_time(self) -> bool:
         return False
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

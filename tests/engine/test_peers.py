@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.engine.peers import LeadingRunner, follow
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
+from paceline.errors import CollectiveError
 from paceline.request import SamplingParams
 from paceline.step import Extent, LateMasks, PageAppends, SlotInit, StepPlan
 from tests.engine.harness import Front, ModThree, Stream, engine_config, request
 from tests.fakes import FakeRunner, runner_info
+
+PATIENCE_S = 10.0
 
 
 def ints(*values: int) -> Any:
@@ -108,14 +112,15 @@ def test_a_peer_launches_what_its_leader_launches(depth: int, is_constrained: bo
 
     def run() -> None:
         try:
-            follow(following, theirs, depth)
+            follow(following, theirs, depth, PATIENCE_S)
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     front = Front()
-    engine = Engine(LeadingRunner(leading, [mine]), engine_config(info, depth=depth), front.receive)
+    leader = LeadingRunner(leading, [mine], PATIENCE_S)
+    engine = Engine(leader, engine_config(info, depth=depth), front.receive)
     for uid in (1, 2, 3):
         constraint = ModThree(info.vocab_size) if is_constrained and uid == 2 else None
         front.streams[uid] = Stream()
@@ -140,10 +145,46 @@ def test_a_peer_says_when_its_step_failed_although_no_plan_follows() -> None:
     runner.fail_at = 1
     mine, theirs = socket.socketpair()
     leading = FakeRunner(info)
-    engine = Engine(LeadingRunner(leading, [mine]), engine_config(info, depth=1), lambda _: None)
+    leader = LeadingRunner(leading, [mine], PATIENCE_S)
+    engine = Engine(leader, engine_config(info, depth=1), lambda _: None)
     engine.add(request(1, [3], max_tokens=1))
     engine.turn()
     with pytest.raises(RuntimeError):
-        follow(runner, theirs)
+        follow(runner, theirs, 1, PATIENCE_S)
     mine.close()
     theirs.close()
+
+
+def test_a_leader_that_says_nothing_is_missed_unless_it_rests() -> None:
+    info = runner_info()
+    mine, theirs = socket.socketpair()
+    leader = LeadingRunner(FakeRunner(info), [mine], PATIENCE_S)
+    engine = Engine(leader, engine_config(info, depth=1), lambda _: None)
+    engine.add(request(1, [3], max_tokens=3))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            follow(FakeRunner(info), theirs, 1, 0.05)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while engine.turn():
+        pass
+    time.sleep(0.3)
+    assert thread.is_alive(), "it rests"
+    engine.add(request(2, [3], max_tokens=9))
+    engine.turn()
+    thread.join(PATIENCE_S)
+    assert [type(x) for x in failed] == [CollectiveError]
+    assert "has sent no plan for 0.1 s" in str(failed[0])
+
+
+def test_a_peer_that_takes_no_plan_is_missed() -> None:
+    info = runner_info()
+    mine, _theirs = socket.socketpair()
+    leader = LeadingRunner(FakeRunner(info), [mine], 0.05)
+    with pytest.raises(CollectiveError, match=r"has not taken its plan for 0\.05 s"):
+        leader.send(1, bytes(10_000_000))

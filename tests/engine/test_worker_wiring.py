@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import tempfile
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 
@@ -52,9 +54,10 @@ def test_every_rank_has_the_sockets_of_its_place(
 
 @pytest.mark.parametrize(("device", "may_use_gpu"), [("auto", True), ("cpu", False)])
 def test_ranks_of_a_cpu_leave_the_gpu_alone(
-    device: str, may_use_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, may_use_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posts: list[Post] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nobody clears up where ranks meet
     monkeypatch.setattr(launch, "EngineProcess", lambda factory, post: posts.append(post))
     monkeypatch.setattr(Cluster, "__init__", lambda *parts: None)
     Cluster.launch(EngineConfig.from_keywords(model="", device=device, data_parallel_size=2))

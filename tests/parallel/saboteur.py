@@ -24,6 +24,7 @@ OTHER_SHAPE = f"{__name__}:build_other_shape"
 OTHER_SEED = f"{__name__}:build_other_seed"
 SLOW_LEADER = f"{__name__}:build_slow_leader"
 SLOW_LOADER = f"{__name__}:build_slow_loader"
+STUCK_LEADER = f"{__name__}:build_stuck_leader"
 STEP = 5
 
 
@@ -63,6 +64,22 @@ def build_slow_leader(config: EngineConfig, progress: Progress, seat: Seat) -> R
             return step  # type: ignore[no-any-return]
 
         runner.launch = late
+    return runner  # type: ignore[no-any-return]
+
+
+def build_stuck_leader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+    """Rank 0 stands still between two steps, outside of any collective."""
+    runner: Any = build_runner(config, progress, seat)
+    if seat.rank == 0:
+        launch = runner.launch
+
+        def stuck(plan: StepPlan) -> InFlightStep:
+            if plan.step == STEP:
+                launch(plan).wait()
+                time.sleep(600)
+            return launch(plan)  # type: ignore[no-any-return]
+
+        runner.launch = stuck
     return runner  # type: ignore[no-any-return]
 
 

@@ -21,7 +21,13 @@ from tests.e2e.ladder import PROMPTS, Workshop
 from tests.engine.echo_client import Stream, pump_for_ever, pump_until_finished
 from tests.engine.test_client_process import wait_gone
 from tests.parallel.layouts import LAYOUTS
-from tests.parallel.saboteur import OTHER_SEED, OTHER_SHAPE, SLOW_LEADER, SLOW_LOADER
+from tests.parallel.saboteur import (
+    OTHER_SEED,
+    OTHER_SHAPE,
+    SLOW_LEADER,
+    SLOW_LOADER,
+    STUCK_LEADER,
+)
 
 pytestmark = pytest.mark.usefixtures("_forks")
 
@@ -123,6 +129,22 @@ def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
             rf"rank [{others}] waited in vain for {STALL_S:.0f}\.\d s in step \d+, \w+; last seen: "
         )
         assert re.search(rf"{waited}.*rank {victim} at \[step \d+, \w+: ", said)
+        assert_all_gone(pids)
+
+
+def test_a_leader_that_stands_still_between_two_steps_is_missed(workshop: Workshop) -> None:
+    """No collective is under way then: its peers wait for a plan. While it rests they need none."""
+    with client_of(workshop, "tp2", STUCK_LEADER, stall_timeout=STALL_S) as client:
+        pids = client.engine_pids
+        stream = submit(client, 1)
+        pump_until_finished(client, stream)
+        time.sleep(2 * STALL_S + 1)
+        submit(client, 30)
+        with pytest.raises(EngineDead) as caught:
+            pump_for_ever(client)
+        said = str(caught.value)
+        assert "gone: rank 0 (replica 0) did not answer; rank 1 (replica 0): " in said
+        assert f"the leader of this replica has sent no plan for {2 * STALL_S:g} s" in said
         assert_all_gone(pids)
 
 
