@@ -20,9 +20,6 @@ from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, 
 from paceline.kernels.triton_chain import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
-# Query tiles times KV heads for which more programs at once are worth more than deeper pipelines:
-# three programs on each multiprocessor of an H200 would have to go around twice.
-MANY_TILES = 396
 MANY_RESULTS = 1024  # entries times KV heads for which there is no longer a program each
 
 
@@ -35,16 +32,18 @@ class SpanTiles(NamedTuple):
     most_registers: int | None = None  # of a thread, so that so many programs have room
 
 
-def span_tiles(dtype: torch.dtype, padded_size: int, most_tiles: int) -> SpanTiles:
+def span_tiles(dtype: torch.dtype, padded_size: int, tiles_per_sm: float) -> SpanTiles:
     """By the shared memory that keys and values of a few blocks take, and by how many query tiles
-    there may be: bits do not depend on any of it."""
+    there may be for a multiprocessor: bits do not depend on any of it."""
     num_bytes = 2 * BLOCK * padded_size * dtype.itemsize
     if num_bytes > 2**15:
         num_warps = 8 if dtype == torch.float32 else 4  # no tensor cores: many registers
         return SpanTiles(num_warps, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
-    if most_tiles > MANY_TILES:
-        return SpanTiles(4, num_stages=2, programs_per_sm=4, most_registers=128)
-    return SpanTiles(4, num_stages=3, programs_per_sm=3)
+    deep = SpanTiles(4, num_stages=3, programs_per_sm=3)
+    if tiles_per_sm <= deep.programs_per_sm:
+        return deep
+    # They would have to go around twice: one more at once is worth more than deeper pipelines.
+    return SpanTiles(4, num_stages=2, programs_per_sm=4, most_registers=128)
 
 
 def attend_spans(
@@ -63,12 +62,15 @@ def attend_spans(
     padded_size = max(16, triton.next_power_of_2(head_size))
     rows = span_rows(group)
     most_tiles = (len(work.span_E8) - work.num_partials) * num_kv_heads
-    tiles = span_tiles(qkv_TD.dtype, padded_size, most_tiles)
+    num_sms = _num_sms(qkv_TD.device)
+    tiles = span_tiles(qkv_TD.dtype, padded_size, most_tiles / num_sms)
     partial_rows = (min(batch.max_query_len or rows, rows // group)) * group
     shape = (work.num_partials, num_kv_heads, partial_rows)
     sums = torch.empty((*shape, head_size), dtype=torch.float32, device=qkv_TD.device)
     states = torch.empty((*shape, 2), dtype=torch.float32, device=qkv_TD.device)
-    _span_kernel[(num_programs(qkv_TD.device, tiles, len(work.span_E8) * num_kv_heads),)](
+    # As many as run at once: they share the items, whose number only the device knows.
+    most_programs = num_sms * tiles.programs_per_sm
+    _span_kernel[(min(most_programs, len(work.span_E8) * num_kv_heads),)](
         *(qkv_TD, key_NSH, value_NSH, out_TD, sums, states),
         *(work.span_E8, work.count_2, batch.table_SP, scale * LOG2_E),
         *(qkv_TD.stride(0), key_NSH.stride(0), batch.table_SP.stride(0), partial_rows),
@@ -109,12 +111,10 @@ def _entries_at_once(num_results: int) -> int:
     return 4 if num_results < 8 * MANY_RESULTS else 8
 
 
-def num_programs(device: torch.device, tiles: SpanTiles, most_items: int) -> int:
-    """As many as run at once: they share the items, whose number only the device knows."""
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter
-        return min(3, most_items)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(num_sms * tiles.programs_per_sm, most_items)
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["partial_rows"])

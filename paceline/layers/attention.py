@@ -41,16 +41,17 @@ class ForwardInputs:
 
 
 class Attention(Protocol):
-    """`rotation_TH` are the rotations of the step's positions, complex64."""
+    """`rotation_TH` are the rotations of the step's positions, complex64. KV is that of all
+    entries, results are of those that are wanted."""
 
     def __call__(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+        self,
+        x_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: LayerPages,
+        wanted: WantedEntries | None = None,
     ) -> Tensor: ...
-
-    def of_wanted(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
-    ) -> Tensor:
-        """The same with results for `inputs.wanted` alone."""
 
     @property
     def nbytes(self) -> int: ...
@@ -67,30 +68,20 @@ class GroupedAttention:
     head_norms: HeadNorms | None = None
 
     def __call__(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+        self,
+        x_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: LayerPages,
+        wanted: WantedEntries | None = None,
     ) -> Tensor:
-        qkv_TD = self._placed_heads(x_TD, rotation_TH, inputs, pages)
-        return self._attend(qkv_TD, inputs.attention, pages)
-
-    def of_wanted(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
-    ) -> Tensor:
-        wanted = inputs.wanted
-        assert wanted is not None
-        qkv_TD = self._placed_heads(x_TD, rotation_TH, inputs, pages)
-        return self._attend(qkv_TD.index_select(0, wanted.entry_N), wanted.attention, pages)
-
-    def _placed_heads(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
-    ) -> Tensor:
-        qkv_TD, slot_T = self.qkv(x_TD), inputs.page_slot_T
+        key, value, batch = pages.key_NSH, pages.value_NSH, inputs.attention
+        qkv_TD = self.qkv(x_TD)
         self.kernels.place_heads(
-            qkv_TD, rotation_TH, self.head_norms, pages.key_NSH, pages.value_NSH, slot_T
+            qkv_TD, rotation_TH, self.head_norms, key, value, inputs.page_slot_T
         )
-        return qkv_TD
-
-    def _attend(self, qkv_TD: Tensor, batch: AttentionBatch, pages: LayerPages) -> Tensor:
-        key, value = pages.key_NSH, pages.value_NSH
+        if wanted is not None:
+            qkv_TD, batch = qkv_TD.index_select(0, wanted.entry_N), wanted.attention
         return self.o(self.kernels.paged_attention(qkv_TD, key, value, batch, self.scale))
 
     @property

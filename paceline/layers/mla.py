@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.dispatch import LatentKernels
 from paceline.kernels.mla import LatentNorm
-from paceline.layers.attention import ForwardInputs
+from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.layers.linear import Linear
 from paceline.state.pages import LayerPages
 
@@ -46,25 +45,15 @@ class LatentAttention:
     scale: float
 
     def __call__(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
+        self,
+        x_TD: Tensor,
+        rotation_TH: Tensor,
+        inputs: ForwardInputs,
+        pages: LayerPages,
+        wanted: WantedEntries | None = None,
     ) -> Tensor:
-        query_TNH, rows_TNH = self._placed_queries(x_TD, rotation_TH, inputs, pages)
-        return self._attend(query_TNH, rows_TNH, inputs.attention, pages)
-
-    def of_wanted(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
-    ) -> Tensor:
-        wanted = inputs.wanted
-        assert wanted is not None
-        placed = self._placed_queries(x_TD, rotation_TH, inputs, pages)
-        query_NNH, rows_NNH = (x.index_select(0, wanted.entry_N) for x in placed)
-        return self._attend(query_NNH, rows_NNH, wanted.attention, pages)
-
-    def _placed_queries(
-        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, pages: LayerPages
-    ) -> tuple[Tensor, Tensor]:
-        """Queries, and rows for the latents' space that hold their rotary parts so far."""
-        num_heads = len(self.value_NLV)
+        num_heads, latent_size, value_size = self.value_NLV.shape
+        batch = inputs.attention
         row_size = pages.key_NSH.shape[-1]
         down_TD = self.down(x_TD)
         query_TD, kv_TH = down_TD.split((down_TD.shape[1] - row_size, row_size), dim=1)
@@ -76,12 +65,9 @@ class LatentAttention:
         self.kernels.place_latent(
             query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, pages.key_NSH, inputs.page_slot_T
         )
-        return query_TNH, rows_TNH
-
-    def _attend(
-        self, query_TNH: Tensor, rows_TNH: Tensor, batch: AttentionBatch, pages: LayerPages
-    ) -> Tensor:
-        num_heads, latent_size, value_size = self.value_NLV.shape
+        if wanted is not None:
+            query_TNH, rows_TNH = (x.index_select(0, wanted.entry_N) for x in (query_TNH, rows_TNH))
+            batch = wanted.attention
         nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
         torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
         seen_TNL = self.kernels.mla_attention(

@@ -146,11 +146,10 @@ class LayerStack:
             elif layer.input_norm is not None:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             assert x_TD is not None
-            if i + 1 < len(self.layers) or inputs.wanted is None:
-                delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv)
-            else:
-                delta_TD = layer.attention.of_wanted(x_TD, rotation_TH, inputs, kv)
-                residual_TD = residual_TD.index_select(0, inputs.wanted.entry_N)
+            wanted = inputs.wanted if i + 1 == len(self.layers) else None
+            delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv, wanted)
+            if wanted is not None:
+                residual_TD = residual_TD.index_select(0, wanted.entry_N)
             x_TD = add_rms_norm(residual_TD, delta_TD, layer.post_norm, eps)
             delta_TD = layer.mlp(x_TD, inputs)
         assert delta_TD is not None
