@@ -184,7 +184,7 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
         else:
             record["tpot_ms"] = {n: bench.time_per_token_ms(n, args.prompt) for n in args.bs}
         if args.sampled:
-            record["sampled_tpot_ms"] = bench.sampled_tpot_ms(args.sampled, args.prompt)
+            record |= bench.sampled(args.sampled, args.prompt)
     shown = ("engine", "case", "init_s", "tpot_ms", "sampled_tpot_ms")
     line = {k: v for k, v in record.items() if k in shown or k.endswith("tok/s")}
     print("RESULT", json.dumps(line), flush=True)
@@ -263,11 +263,15 @@ class Bench:
             taken.append(self.run(batch, tokens, prompt))
         return median(taken)
 
-    def sampled_tpot_ms(self, batches: list[int], prompt: int) -> dict[int, float]:
+    def sampled(self, batches: list[int], prompt: int) -> dict[str, Any]:
         """The same for sampled requests."""
         kept = self._how, self.steps, self.tokens_per_step
         self._how, self.steps, self.tokens_per_step = {"temperature": 0.8, "top_p": 0.95}, {}, {}
-        found = {n: self.time_per_token_ms(n, prompt) for n in batches}
+        found = {
+            "sampled_tpot_ms": {n: self.time_per_token_ms(n, prompt) for n in batches},
+            "sampled_steps": self.steps,
+            "sampled_tokens_per_step": self.tokens_per_step,
+        }
         self._how, self.steps, self.tokens_per_step = kept
         return found
 

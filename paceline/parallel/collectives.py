@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -189,13 +190,23 @@ def open_store(folder: str, num_ranks: int) -> Any:
 
 
 def gloo_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> GlooWire:
-    """Opened by all of `ranks` at the same time. Everybody is on this machine: loopback."""
+    """Opened by all of `ranks` at the same time."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [kind.create_device(hostname="127.0.0.1")]
+    options._devices = [_loopback()]
     group = kind(_prefixed(store, name, ranks), list(ranks).index(rank), len(ranks), options)
     return GlooWire(group, len(ranks), timeout_s)
+
+
+@cache
+def _loopback() -> Any:
+    """One for all groups of a process: each has a thread that wakes every 10 ms, asleep or not.
+
+    Everybody is on this machine.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    return kind.create_device(hostname="127.0.0.1")
 
 
 def nccl_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> NcclWire:

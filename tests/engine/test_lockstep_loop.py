@@ -147,6 +147,14 @@ def await_done(made: list[Replica], wanted: dict[int, list[int]]) -> None:
         time.sleep(0.002)
 
 
+def await_rest(table: Table) -> None:
+    """Steps that were launched ahead go on after the last request; then everybody sleeps."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while any(w.is_unfinished or w.has_plan for w in table.agreements[-1]):
+        assert time.monotonic() < give_up_s, "replicas never rest"
+        time.sleep(0.002)
+
+
 def expected(uid: int, prompt: list[int], most: int) -> list[int]:
     return reference_output(request(uid, prompt, max_tokens=most), 64, 64)[0]
 
@@ -157,9 +165,10 @@ def submit(replica: Replica, uid: int, prompt: list[int], **params: Any) -> None
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_one_request_finishes_while_all_other_replicas_are_idle(depth: int) -> None:
-    with replicas(3, depth) as (_, made):
+    with replicas(3, depth) as (table, made):
         submit(made[1], 7, [1, 2, 3], max_tokens=20)
         await_done(made, {1: [7]})
+        await_rest(table)
         assert made[1].tokens[7] == expected(7, [1, 2, 3], 20)
         steps = [x.runner.num_steps for x in made]
         assert len(set(steps)) == 1, "every rank runs every step"
@@ -183,7 +192,7 @@ def test_replicas_sleep_when_all_are_idle_and_wake_for_whoever_gets_work() -> No
         for uid, place in enumerate((0, 2, 1, 1, 0), start=1):
             submit(made[place], uid, [uid, 2], max_tokens=5)
             await_done(made, {place: [uid]})
-            time.sleep(0.05)
+            await_rest(table)
             before = len(table.agreements)
             time.sleep(0.1)
             assert len(table.agreements) == before, "idle replicas go on agreeing"
@@ -194,7 +203,7 @@ def test_a_wake_for_an_agreement_that_has_been_is_ignored() -> None:
     with replicas(2) as (table, made):
         submit(made[0], 1, [1], max_tokens=3)
         await_done(made, {0: [1]})
-        time.sleep(0.05)
+        await_rest(table)
         before = len(table.agreements)
         made[1].inbox.put(encode(Wake(before)))
         time.sleep(0.05)
@@ -228,7 +237,7 @@ def test_random_traffic_on_every_replica_gives_the_tokens_of_requests_run_alone(
 
     wanted: dict[int, list[int]] = {}
     prompts: dict[int, tuple[list[int], int]] = {}
-    with replicas(2 + seed % 2, seed % 3, delay) as (_, made):
+    with replicas(2 + seed % 2, seed % 3, delay) as (table, made):
         for uid in range(1, 31):
             place = 0 if uid % 5 else random_.randrange(len(made))
             prompt = [random_.randrange(1, 50) for _ in range(random_.choice((1, 3, 17, 40)))]
@@ -239,6 +248,7 @@ def test_random_traffic_on_every_replica_gives_the_tokens_of_requests_run_alone(
             if random_.random() < 0.3:
                 time.sleep(random_.random() * 0.02)
         await_done(made, wanted)
+        await_rest(table)
         for place, uids in wanted.items():
             for uid in uids:
                 prompt, most = prompts[uid]

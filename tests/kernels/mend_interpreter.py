@@ -1,19 +1,25 @@
 """Import this before kernels run interpreted: numpy 2.4 turned what Triton 3.6 does into an error.
 
-There a number is an array of one element, and a loop bound was made of it with int(). And what the
-interpreter does again for every call of a function, it does once here: a third of its time.
+There a number is an array of one element, and a loop bound was made of it with int(). The rest
+makes it three times as fast: what is done again for every call or every value is done once, and
+integer sums are no longer computed a second time, in 64 bits, to see whether they overflow; cases
+that are small enough for an interpreter have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from triton.language import core
 from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _patch = interpreter._patch_lang
+_numpy_type = interpreter._get_np_dtype
+_numpy_types: dict[str, Any] = {}
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
@@ -28,5 +34,22 @@ def _patch_once(function: Callable[..., Any]) -> Any:
     return interpreter._LangPatchScope()
 
 
+def _numpy_type_once(type_: Any) -> Any:
+    name = type_.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _numpy_type(type_)
+    return _numpy_types[name]
+
+
+def _without_name(self: Any, types: Any, fields: Any = None) -> None:
+    """Every shape of every value is such a tuple; nobody asks for the names of their types."""
+    self.types = types
+    self.fields = fields or [""] * len(types)
+
+
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once
+interpreter._get_np_dtype = _numpy_type_once
+core.tuple_type.__init__ = _without_name
+builder = interpreter.interpreter_builder
+builder.options = replace(builder.options, sanitize_overflow=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,8 @@ from paceline.parallel.placement import Seat, layout_of
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.startup import build_runner
 from paceline.step import InFlightStep, StepPlan
+
+_IDLE_S = 10.0
 
 
 def record(rank: int, folder: Path) -> dict[str, Any]:
@@ -74,17 +75,18 @@ def idle(rank: int, folder: Path) -> float:
     runner: Any = build_runner(config, lambda stage, share: None, seat)
     engine = Engine(runner, config, lambda data: None)
     inbox: SimpleQueue[bytes | None] = SimpleQueue()
-    began: dict[str, float] = {}
+    used_s = 0.0
 
     def end() -> None:
+        nonlocal used_s
         time.sleep(1.0)  # the first agreement is over, everybody sleeps
-        began["cpu"] = sum(os.times()[:2])
-        time.sleep(5.0)
-        began["used"] = sum(os.times()[:2]) - began["cpu"]
+        used_s = -time.process_time()
+        time.sleep(_IDLE_S)
+        used_s += time.process_time()
         inbox.put(None)
 
     thread = threading.Thread(target=end)
     thread.start()
     run_engine(engine, inbox, lambda step: None)
     thread.join()
-    return began["used"] / 5.0
+    return used_s / _IDLE_S
