@@ -16,9 +16,9 @@ from paceline.kernels.triton_chain import after_all, dependent
 
 
 def prepare_attention(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
-    """Once for all layers of a pass, and before anything of its first: attention reads the lists
-    while the kernel in front of it still runs. A batch is one pass: its lengths, once they are on
-    the device, do not change."""
+    """Once for all layers of a pass, and before a plain launch in front of the first (see
+    triton_chain): attention reads the lists while products in front of it still run. A batch is one
+    pass: its lengths, once they are on the device, do not change."""
     batch.work = make_work(batch, num_entries, num_kv_heads)
 
 

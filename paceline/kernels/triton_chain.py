@@ -1,8 +1,8 @@
 """Dependent launches: a kernel may be launched while the one in front still runs.
 
 Every kernel that is launched so waits, before it touches anything that the kernel in front writes;
-whoever left the wait out would let the kernel behind it run ahead of the kernel in front. What
-older kernels wrote is there before the wait: the one in front has waited for them.
+else the one behind it would run ahead of the one in front. Before the wait there is only what was
+there before a plain launch (torch's own), or before one in front that waits first: no product.
 """
 
 from __future__ import annotations

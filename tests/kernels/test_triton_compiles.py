@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -131,3 +134,28 @@ def test_a_kernel_is_looked_up_and_loaded_once_before_it_runs(tmp_path: Path) ->
     pytest.importorskip("triton")
     done = run_program(AHEAD, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_launcher_is_its_own_though_they_are_loaded_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that was loaded before comes as the module of the newest of its name, overwritten;
+    Triton takes the function out of it a moment later."""
+    pytest.importorskip("triton")
+    from triton.runtime import build
+
+    from paceline.kernels.triton_ahead import compiling_ahead
+
+    shared = ModuleType("__triton_launcher")
+
+    def load(name: str, path: str) -> ModuleType:
+        shared.__dict__["launch"] = path
+        time.sleep(0.001)
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    paths = [str(number) for number in range(20)]
+    with compiling_ahead(), ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda path: build._load_module_from_path("", path), paths))
+    assert [module.launch for module in made] == paths
+    assert build._load_module_from_path is load
