@@ -34,6 +34,10 @@ class Difference:
     position: int
     gap: float  # between the two tokens in the eager run's logits; inf: not among its best
 
+    def record(self) -> list[float | None]:
+        """For JSON, which has no infinity."""
+        return [self.prompt, self.position, round(self.gap, 4) if math.isfinite(self.gap) else None]
+
 
 def answers(
     llm: Any, sampling: type[Any], prompts: Sequence[Sequence[int]], **more: Any
@@ -92,7 +96,7 @@ class GraphCheck:
             record[name] = {
                 "equal": not found,
                 "within_margin": all(d.gap <= self.margin for d in found),
-                "differences": [[d.prompt, d.position, round(d.gap, 4)] for d in found],
+                "differences": [d.record() for d in found],
             }
         # A draft that acceptance forces into the output is the head's choice, whose margin no API
         # shows. Where only such tokens differ, the target's own must still agree.

@@ -6,8 +6,8 @@ Never holds a checkpoint: `load_format="dummy"` makes the weights on the device.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,4 +161,6 @@ def _lm_head(config: Mapping[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    write_configs(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    write_configs(parser.parse_args().folder)

@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--bs", type=sizes, default=[1, 64], help="requests at once, with commas")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=20, help="turns before; 2: prompts are seen")
+    parser.add_argument("--warm", type=int, default=20, help="turns before; 3: prompts are seen")
     parser.add_argument("--top", type=int, default=25, help="kernels to show")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -21,6 +21,7 @@ from paceline.commands.catalog import COMMANDS, Command
 from paceline.config import refuse_by_name
 from paceline.errors import ConfigError, PacelineError, nearest
 
+SUMMARY = "An LLM inference engine: no bubbles between steps, speculation that changes nothing."
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="paceline", usage="paceline COMMAND [options]", description=_summary())
+    parser = Parser(prog="paceline", usage="paceline COMMAND [options]", description=SUMMARY)
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     _add_commands(parser, "command", COMMANDS.items())
     return parser
@@ -100,23 +101,12 @@ def _add_commands(parser: Parser, dest: str, commands: Iterable[tuple[str, Comma
             _add_commands(child, "kind", command.kinds)
 
 
-def flag_names() -> list[str]:
-    """`serve --port` for every flag of every command, for the frozen list."""
-    return sorted(
-        f"{parser.prog.removeprefix('paceline ')} {option}"
-        for parser in leaf_parsers(build_parser())
-        for action in parser._actions
-        for option in action.option_strings
-        if option not in ("-h", "--help")
-    )
-
-
 def _run(argv: list[str]) -> int:
     parser = build_parser()
-    if not argv:
-        parser.print_help()
-        return 0
     leaf, rest = _find_leaf(parser, argv)
+    if not rest and _children(leaf):
+        leaf.print_help()
+        return 0
     _check_flags(leaf, rest)
     path = _config_path(rest)
     if path is not None:
@@ -185,10 +175,6 @@ def leaf_parsers(parser: ArgumentParser) -> Iterator[ArgumentParser]:
         yield parser
     for child in children.values():
         yield from leaf_parsers(child)
-
-
-def _summary() -> str:
-    return "An LLM inference engine: no bubbles between steps, speculation that changes nothing."
 
 
 def _complain(message: str) -> None:

@@ -145,7 +145,7 @@ class SpeculativeConfig:
         if self.num_speculative_tokens < 1:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1 "
-                "(leave --speculative-config away for no drafter)."
+                "(leave --speculative-config out for no drafter)."
             )
         if self.method not in ("ngram", "mtp") and not self.model:
             kind = "draft" if self.method == "draft_model" else "head"
@@ -204,17 +204,19 @@ class SpeculativeConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        values = dict(values)
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, known)}")
+        values = {name: value for name, value in values.items() if value is not None}
+        hints = get_type_hints(cls)
+        for name, value in values.items():
+            if name not in hints:
+                raise ConfigError(f"Unknown speculative_config key {name!r}.{nearest(name, hints)}")
+            if name != "method":
+                values[name] = _coerce(name, hints[name], value)
         method = values.get("method")
         if not method:
             method, values["method_is_guessed"] = _method_of(values.get("model")), True
         elif str(method).endswith("_mtp"):
             method = "mtp"  # elsewhere it carries the target's family
-        methods = get_args(get_type_hints(cls)["method"])
+        methods = get_args(hints["method"])
         if method not in methods:
             raise ConfigError(
                 f"speculative method {method!r} is not supported; use one of {', '.join(methods)}."
@@ -229,9 +231,6 @@ class SpeculativeConfig:
             else:
                 high = max(cls.prompt_lookup_max, values["prompt_lookup_min"])
                 values["prompt_lookup_max"] = high
-        for name in ("synthetic_acceptance_rates", "eagle_aux_hidden_state_layer_ids"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
         return cls(**{**values, "method": method})
 
 
@@ -267,7 +266,8 @@ class EngineConfig:
                 hint = nearest(name, [*_GROUP_OF, "speculative_config"])
                 raise ConfigError(f"Unknown option {name!r}.{hint}")
             if value is not None:
-                grouped[group][name] = _coerce(name, value)
+                kind = get_type_hints(dict(GROUPS)[group])[name]
+                grouped[group][name] = _coerce(name, kind, value)
         parts = {group: kind(**grouped[group]) for group, kind in GROUPS}
         if isinstance(spec, str):
             spec = _parse_json_object("speculative_config", spec)
@@ -312,8 +312,7 @@ class EngineConfig:
             and own != self.model.model
         ):
             raise ConfigError(
-                f'method "mtp" drafts with a layer of the target itself; leave "model" ({own!r}) '
-                "away."
+                f'method "mtp" drafts with a layer of the target; leave out "model" ({own!r}).'
             )
         self._check_ranks()
 
@@ -393,26 +392,27 @@ def option_fields() -> Iterator[tuple[str, Field[Any], Any]]:
             yield group, f, hints[f.name]
 
 
-def _coerce(name: str, value: Any) -> Any:
-    group = dict(GROUPS)[_GROUP_OF[name]]
-    hint = get_type_hints(group)[name]
+def _coerce(name: str, hint: Any, value: Any) -> Any:
     if get_origin(hint) is Literal and value not in get_args(hint):
         choices = ", ".join(map(str, get_args(hint)))
         raise ConfigError(
             f"{name} is {value!r}; use one of {choices}.{nearest(str(value), get_args(hint))}"
         )
     wanted = get_args(hint) if get_origin(hint) is not Literal and get_args(hint) else (hint,)
-    if name == "logits_processors":
-        return tuple(value)
+    lists = [x for x in (hint, *wanted) if get_origin(x) is tuple]
+    if lists:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} must be a list, got {value!r}.")
+        return tuple(_coerce(name, get_args(lists[0])[0], x) for x in value)
     if int in wanted and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name} must be an integer, got {value!r}.")
     if float in wanted and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{name} must be a number, got {value!r}.")
     if bool in wanted and not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}.")
-    if str in wanted and isinstance(value, Path):
-        return str(value)
-    return value
+    if str in wanted and not isinstance(value, str | Path):
+        raise ConfigError(f"{name} must be a string, got {value!r}.")
+    return str(value) if isinstance(value, Path) else value
 
 
 def _parse_json_object(name: str, text: str) -> dict[str, Any]:
@@ -443,7 +443,3 @@ def cache_dir() -> Path:
 
 def api_key_from_env() -> str | None:
     return os.environ.get("PACELINE_API_KEY") or None
-
-
-def with_model(config: EngineConfig, **changes: Any) -> EngineConfig:
-    return replace(config, model=replace(config.model, **changes))

@@ -71,7 +71,7 @@ class EngineDead(PacelineError, RuntimeError):
     """The engine process has stopped; the message says why."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` Did you mean 'x'?`, or an empty string when nothing is close."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]!r}?" if match else ""

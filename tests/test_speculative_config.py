@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.errors import ConfigError
 from paceline.runner.finding import forced_rates
+from tests.architecture.source_tree import ROOT
 
 
 def parsed(**values: Any) -> SpeculativeConfig:
@@ -52,8 +54,15 @@ def test_an_mtp_layer_is_the_targets_own() -> None:
         return {"method": "mtp", "model": model, "num_speculative_tokens": 2}
 
     EngineConfig.from_keywords(model="a/target", speculative_config=spec("a/target"))
-    with pytest.raises(ConfigError, match=r'leave "model" \(\'other/head\'\) away'):
+    with pytest.raises(ConfigError, match=r'leave out "model" \(\'other/head\'\)'):
         EngineConfig.from_keywords(model="a/target", speculative_config=spec("other/head"))
+
+
+def test_every_key_is_in_the_how_to() -> None:
+    text = (ROOT / "docs" / "howto" / "speculation.md").read_text(encoding="utf-8")
+    ours_alone = {"method_is_guessed"}  # how the front tells the engine; nobody writes it
+    for field in fields(SpeculativeConfig):
+        assert f"`{field.name}`" in text or field.name in ours_alone
 
 
 def test_taps_and_a_guessed_method_reach_the_engine_process() -> None:
@@ -133,6 +142,20 @@ def test_forced_acceptance_that_cannot_be_is_refused(values: dict[str, Any], mes
         ),
         ({}, "method None is not supported"),
         ({"method": "eagle", "model": "m", "draft_sample_methd": "x"}, "draft_sample_method"),
+        ({"method": "mtp", "num_speculative_tokens": "3"}, "must be an integer, got '3'"),
+        ({"method": "mtp", "num_speculative_tokens": 2.5}, "must be an integer, got 2.5"),
+        ({"method": "mtp", "num_speculative_tokens": None}, 'needs "num_speculative_tokens"'),
+        ({"method": "eagle", "model": 5}, "model must be a string, got 5"),
+        ({"method": "mtp", "draft_sample_method": "probable"}, "Did you mean 'probabilistic'"),
+        ({"method": "mtp", "adaptive": "no"}, "adaptive must be true or false"),
+        (
+            {"method": "eagle3", "model": "m", "eagle_aux_hidden_state_layer_ids": 2},
+            "eagle_aux_hidden_state_layer_ids must be a list, got 2",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "eagle_aux_hidden_state_layer_ids": [1.5, 2]},
+            "eagle_aux_hidden_state_layer_ids must be an integer, got 1.5",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], message: str) -> None:

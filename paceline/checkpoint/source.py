@@ -100,7 +100,7 @@ def _refuse_revision(model: str, revision: str) -> None:
 def _from_gguf(name: str, path: Path, load_format: str) -> ModelFiles:
     if load_format not in ("auto", "gguf", "dummy"):
         raise CheckpointError(
-            f"{path} cannot be loaded as {load_format}; leave --load-format away for a GGUF."
+            f"{path} cannot be loaded as {load_format}; leave --load-format out for a GGUF."
         )
     file = GgufFile(path)
     return ModelFiles(

@@ -104,7 +104,7 @@ def add_config_argument(parser: ArgumentParser) -> None:
 
 
 def engine_keywords(args: Namespace) -> dict[str, Any]:
-    """What was asked of the engine; what was not given is left away."""
+    """What was asked of the engine; what was not given is left out."""
     names = [option.name for _, option, _ in option_fields()]
     keywords = {n: getattr(args, n) for n in names if getattr(args, n, None) is not None}
     spec = args.speculative_config

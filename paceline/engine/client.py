@@ -214,11 +214,6 @@ class EngineClient:
             self._abort(generation)
             self._flush_aborts()
 
-    def abort_all(self) -> None:
-        for generation in list(self._generations.values()):
-            self._abort(generation)
-        self._flush_aborts()
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests are not disturbed."""
         self._check_serves()

@@ -34,7 +34,6 @@ class Front:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    model_files: ModelFiles | None = None
     text_files: ModelFiles | None = None  # where tokenizer and chat template come from
 
 
@@ -50,7 +49,6 @@ def load_front(config: EngineConfig) -> Front:
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(files, tokenizer),
         default_sampling=default_sampling(config, files),
-        model_files=files,
         text_files=text_files,
     )
 

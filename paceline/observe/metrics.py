@@ -7,7 +7,7 @@ happen. Knows no HTTP and no engine, just the shape of the totals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -221,12 +221,3 @@ def _histogram(name: str, text: str, values: Histogram, model: str) -> Histogram
     family = HistogramMetricFamily(name, text, labels=["model_name"])
     family.add_metric([model], list(values.buckets()), values.sum)
     return family
-
-
-def sample_names(metrics: Metrics) -> list[str]:
-    """Every name that /metrics shows of ours, for the documentation and its test."""
-    found: dict[str, Any] = {}
-    for family in metrics.collect():
-        suffix = "_total" if family.type == "counter" else ""
-        found[family.name + suffix] = None
-    return list(found)

@@ -227,7 +227,7 @@ class _Life:
     async def _drain(self, service: Service) -> None:
         limit_s = self._options.drain_timeout_s
         logger.info(
-            "shutting down: %d requests run on for at most %g s; a second signal ends them",
+            "shutting down: open requests (%d) have %g s to end; a second signal ends them at once",
             len(service.jobs),
             limit_s,
         )

@@ -87,7 +87,7 @@ def _one(message: Message, where: str) -> dict[str, Any]:
     for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
         if getattr(message, name):
             raise InvalidRequest(
-                f"{name!r} in a message is not supported yet; leave it away.",
+                f"{name!r} in a message is not supported yet; leave it out.",
                 param=f"{where}.{name}",
             )
     rendered: dict[str, Any] = {"role": message.role, "content": _content(message, where)}

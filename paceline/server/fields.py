@@ -100,7 +100,7 @@ def _hint_at(body: bytes, reason: str) -> str:
     """For numbers that other languages' writers put out and JSON does not have."""
     at = _BYTE.search(reason)
     if at and body.startswith((b"NaN", b"Infinity", b"nan", b"inf"), int(at[1])):
-        return " JSON has no NaN and no Infinity; leave the field away."
+        return " JSON has no NaN and no Infinity; leave the field out."
     return ""
 
 
@@ -139,7 +139,7 @@ def _refuse_unless_nothing(name: str, value: Any, raw: Mapping[str, Any]) -> Non
     if value is None or any(value == v and type(value) is type(v) for v in nothing):
         return
     advice = _ADVICE.get(name, "")
-    raise InvalidRequest(f"{name!r} is not supported yet; leave it away.{advice}", param=name)
+    raise InvalidRequest(f"{name!r} is not supported yet; leave it out.{advice}", param=name)
 
 
 def _check_nested(raw: Mapping[str, Any], known: Iterable[str], where: str) -> None:

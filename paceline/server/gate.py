@@ -115,7 +115,8 @@ class RouteErrors:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
         if error.status_code == 404:
-            message = f"There is no {path!r}.{nearest(path, self._paths)}"
+            # Routes begin alike, so that those of other servers look near.
+            message = f"There is no {path!r}.{nearest(path, self._paths, cutoff=0.8)}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{path} does not take {method}; use {allowed}."

@@ -5,9 +5,8 @@ Kept apart from the server itself, so that the command line can list the flags w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from paceline.errors import ConfigError
 
@@ -55,11 +54,4 @@ class ServerOptions:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
         if self.api_key == "":
-            raise ConfigError("api_key is empty; leave it away for a server without a key.")
-
-
-def server_option_fields() -> Iterator[tuple[Field[Any], Any]]:
-    """(field, resolved type) of every server option, in order, for the CLI and the docs."""
-    hints = get_type_hints(ServerOptions)
-    for f in fields(ServerOptions):
-        yield f, hints[f.name]
+            raise ConfigError("api_key is empty; leave it out for a server without a key.")

@@ -1,6 +1,6 @@
 """The bodies of replies as types, in OpenAI's order of fields. Owns their bytes and nothing else.
 
-A field set to UNSET is left away; None is written as null.
+A field set to UNSET is left out; None is written as null.
 """
 
 from __future__ import annotations

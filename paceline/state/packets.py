@@ -111,7 +111,6 @@ def _admission(init: SlotInit, row: SlotRow) -> Admission:
         "num_tokens_S": num_tokens,
         "num_computed_S": init.num_cached,
         "prompt_len_S": init.prompt_len,
-        "prefill_len_S": num_tokens,
         "max_len_S": init.max_len,
     }
     fields_F = np.empty(len(FIELDS), np.int32)

@@ -1,6 +1,6 @@
 """KV pages and the page table. Drafter layers are more layers over the same table.
 
-Page `padding_page` belongs to nobody. Only the step writes pages; only staging writes the table.
+The page after the last belongs to nobody. Only the step writes pages, only staging the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Pages:
         device: torch.device,
     ) -> None:
         self.num_pages = num_pages
-        self.padding_page = num_pages
         self.page_size = page_size
         self.max_pages_per_slot = -(-max_model_len // page_size)
         self.device = device

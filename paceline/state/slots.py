@@ -27,7 +27,6 @@ ALLOWED = 8
 LOGPROBS = 16
 CUSTOM = 32
 MIN_TOKENS = 64
-LATE_MASK = 128
 
 # Numbers of a slot: each is one row of `fields_FS`, so that one kernel can admit a request.
 INT_FIELDS = (
@@ -36,7 +35,6 @@ INT_FIELDS = (
     "num_tokens_S",
     "num_computed_S",
     "prompt_len_S",  # the user's prompt, also after a resume
-    "prefill_len_S",  # computed before the first sample: prompt + resumed output
     "done_S",  # request.Done; != 0: the row emits nothing and writes nothing
     "drafts_onehot_S",  # 0: the slot's drafts were sampled from draft_probs_SKV
     # Limits: committed length that ends the request, and below which no stop token may come.
@@ -76,7 +74,6 @@ class Slots:
     num_tokens_S: Tensor
     num_computed_S: Tensor
     prompt_len_S: Tensor
-    prefill_len_S: Tensor
     done_S: Tensor
     drafts_onehot_S: Tensor
     max_len_S: Tensor

@@ -51,7 +51,6 @@ class Staging:
         views["num_tokens_S"][slot] = num_tokens
         views["num_computed_S"][slot] = init.num_cached
         views["prompt_len_S"][slot] = init.prompt_len
-        views["prefill_len_S"][slot] = num_tokens
         views["max_len_S"][slot] = init.max_len
         # Nothing of the former owner may survive: drafts and codes are cleared, not inherited.
         views["done_S"][slot] = 0

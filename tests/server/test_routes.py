@@ -7,14 +7,19 @@ import json
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
+from starlette.routing import Route
 
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError
 from paceline.server import body as body_module
+from paceline.server.app import build_app
 from paceline.server.listen import bind
-from paceline.server.options import ServerOptions, server_option_fields
+from paceline.server.options import ServerOptions
+from tests.architecture.source_tree import ROOT
 from tests.server.fake_client import FakeClient, ids_of, wait_for
 from tests.server.serving import Served, serving
 
@@ -29,6 +34,11 @@ def test_an_unknown_route_is_a_404_in_openais_form(server: Served, path: str) ->
 def test_a_route_nearly_right_is_named(server: Served) -> None:
     reply = server.post("/v1/chat/completion", {})
     assert "Did you mean '/v1/chat/completions'?" in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_a_route_that_only_begins_alike_is_no_suggestion(server: Served, path: str) -> None:
+    assert server.post(path, {}).error["message"] == f"There is no '{path}'."
 
 
 @pytest.mark.parametrize(
@@ -346,7 +356,17 @@ def test_bad_options_are_refused(bad: dict[str, object]) -> None:
         ServerOptions(**bad)  # type: ignore[arg-type]
 
 
+def test_every_route_is_in_the_reference() -> None:
+    app = build_app(None, ServerOptions())
+    text = (ROOT / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
+    for route in app.routes:
+        assert isinstance(route, Route)
+        method = "POST" if "POST" in (route.methods or ()) else "GET"
+        assert f"`{method} {route.path.replace('{id:path}', 'NAME')}`" in text
+
+
 def test_every_option_has_a_type_and_a_word_of_help() -> None:
-    for field, kind in server_option_fields():
+    hints = get_type_hints(ServerOptions)
+    for field in fields(ServerOptions):
         assert field.metadata["help"], field.name
-        assert kind is not None
+        assert field.name in hints

@@ -1,0 +1,77 @@
+"""The README's tables of measurements say what the recorded runs say."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from bench.gpu_record import VLLM_LOAD, VLLM_TPOT_MS
+from tests.architecture.source_tree import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+RESULTS = ROOT / "bench" / "results"
+# Rows of the H200's tables, in order.
+TPOT_CASES = ("sm", "sm-eagle", "l8", "l8-eagle", "glm")
+LOAD_CASES = ("l8", "l8-eagle", "sm-eagle")
+
+
+def table(head: str) -> list[list[str]]:
+    """Cells of the table whose first line begins so, without its head and the rows' names."""
+    first = next(i for i, line in enumerate(README) if line.startswith(head)) + 2
+    last = README.index("", first)
+    return [[c.strip() for c in line.strip("|").split("|")[1:]] for line in README[first:last]]
+
+
+def numbers(cell: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", cell.replace(",", ""))
+
+
+def is_rounded(shown: str, measured: float) -> bool:
+    digits = len(shown.partition(".")[2])
+    return abs(float(shown) - measured) <= 0.5001 * 0.1**digits
+
+
+def h200(name: str) -> dict[str, Any]:
+    (run,) = json.loads((RESULTS / "h200" / f"{name}.json").read_text(encoding="utf-8"))["runs"]
+    return dict(run)
+
+
+@pytest.mark.parametrize(("row", "case"), list(enumerate(TPOT_CASES)), ids=TPOT_CASES)
+def test_times_per_token_on_an_h200(row: int, case: str) -> None:
+    ours, theirs = table("| | Paceline | vLLM")[row]
+    measured = h200(f"tpot-{case}")["tpot_ms"].values()
+    assert all(is_rounded(*pair) for pair in zip(numbers(ours), measured, strict=True)), ours
+    assert tuple(float(x) for x in numbers(theirs)) == VLLM_TPOT_MS[case]
+
+
+@pytest.mark.parametrize(("row", "case"), list(enumerate(LOAD_CASES)), ids=LOAD_CASES)
+def test_rates_under_load_on_an_h200(row: int, case: str) -> None:
+    run = h200(f"load-{case}")
+    heads = ["in 1x4096", "in 8x2048", "in 1x128", "out 256x512+128", "out 1x4000+256"]
+    theirs = dict(zip([*heads, "out 64x4000+64"], VLLM_LOAD[case], strict=True))
+    shown = [h for h in theirs if h != "in 1x128"]
+    for what, cell in zip(shown, table("| | prompts 1x4096")[row], strict=True):
+        rate, ratio = numbers(cell)
+        assert int(rate) == run[f"{what} tok/s"]
+        assert is_rounded(ratio, int(rate) / theirs[what]), (what, cell)
+
+
+def test_figures_on_a_cpu() -> None:
+    found: dict[str, Any] = {}
+    for file in ("peers", "ngram"):
+        record = json.loads((RESULTS / "cpu" / f"{file}.json").read_text(encoding="utf-8"))
+        found |= {case["name"]: case for case in record["cases"]}
+    rows = table("| | Paceline | transformers")
+    for name, cells in zip(("one-request", "batch-8", "ttft-512", "n-gram"), rows, strict=True):
+        case = found[name]
+        scale = 1e-3 if case["unit"] == "ms" else 1.0
+        compared = [r for r in case["rows"] if r["theirs"] != "paceline"]
+        expected = [case["contenders"][compared[0]["ours"]]["median"] * scale]
+        for row in compared:
+            median = case["contenders"][row["theirs"]]["median"]
+            expected += [median * scale, row["ratio"]["median"]]
+        shown = [x for cell in cells for x in numbers(cell)]
+        assert all(is_rounded(*pair) for pair in zip(shown, expected, strict=True)), (name, shown)
