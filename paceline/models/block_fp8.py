@@ -37,22 +37,17 @@ class BlockFp8Weights:
     def load(self, name: str, cut: Cut | None = None) -> Tensor:
         value = self.source.load(name, cut)
         if name + _SCALE not in self.source.names():
-            if value.dtype.itemsize == 1:
-                raise CheckpointError(
-                    f"tensor {name!r} is stored in {value.dtype} and has no {name + _SCALE!r}; "
-                    "take the original weights."
-                )
             return value
         scale = self.source.load(name + _SCALE).float()
-        rows, columns = self.size
         shape = self.source.shape(name)
-        wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
+        sizes = (1,) * (len(shape) - 2) + self.size  # of fused experts each has its own
+        wanted = tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
         if tuple(scale.shape) != wanted:
             raise CheckpointError(
-                f"tensor {name + _SCALE!r} has shape {list(scale.shape)}; blocks of {rows} by "
-                f"{columns} of {name!r} ask for {list(wanted)}."
+                f"tensor {name + _SCALE!r} has shape {list(scale.shape)}; blocks of "
+                f"{self.size[0]} by {self.size[1]} of {name!r} ask for {list(wanted)}."
             )
-        for dim, size in enumerate(self.size):
+        for dim, size in enumerate(sizes):
             index = torch.arange(shape[dim])
             if cut is not None and cut.dim == dim:
                 index = replace(cut, dim=0).of(index)

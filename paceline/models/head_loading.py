@@ -6,7 +6,7 @@ Refuses heads that cannot work with their target; warns where they can, but hard
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from paceline.models.fused import fuse_layers
 from paceline.models.head_spec import Eagle3Spec
 from paceline.models.loading import (
     Reader,
+    SomeWeights,
     WeightFormats,
     WeightSource,
     check_names,
@@ -28,7 +29,7 @@ from paceline.models.loading import (
     open_reader,
     rotation_of,
 )
-from paceline.models.sharding import Cut, local_spec
+from paceline.models.sharding import local_spec
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import ALONE, Groups
 
@@ -72,31 +73,11 @@ def eagle_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     return [fc, *layer_shapes(spec)]
 
 
-@dataclass(slots=True)
-class _Renamed:
+def _renamed(source: WeightSource) -> SomeWeights:
     """A head's tensors under one kind of name: `model.`, and `layers.0` for `midlayer`."""
-
-    source: WeightSource
-    _stored: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.source.names():
-            plain = name.removeprefix("model.")
-            if plain.startswith("midlayer."):
-                plain = "layers.0." + plain.removeprefix("midlayer.")
-            self._stored["model." + plain] = name
-
-    def names(self) -> set[str]:
-        return set(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self._stored[name])
-
-    def load(self, name: str, cut: Cut | None = None) -> Tensor:
-        return self.source.load(self._stored[name], cut)
-
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
-        return self.source.blocks(self._stored[name], cut)
+    plain = {name: "." + name.removeprefix("model.") for name in source.names()}
+    stored = {"model" + x.replace(".midlayer.", ".layers.0."): name for name, x in plain.items()}
+    return SomeWeights(source, stored)
 
 
 def load_eagle(
@@ -110,11 +91,16 @@ def load_eagle(
     groups: Groups = ALONE,
 ) -> EagleModel:
     """Build this rank's part of the head. What it does not bring, it shares with the target."""
-    renamed = _Renamed(source)
+    renamed = _renamed(source)
     names = renamed.names()
     if names & {"model.d2t", _MARK}:
         raise CheckpointError(
             f'{name!r} is an EAGLE-3 head: give "method": "eagle3"; "eagle" takes EAGLE-1 heads.'
+        )
+    if "model.fc.weight" not in names:
+        raise CheckpointError(
+            f"{name!r} has no tensor 'fc.weight', so it is no EAGLE-1 head; for a whole model with "
+            'the target\'s vocabulary give "method": "draft_model".'
         )
     spec = _as_stored(spec, names)
     width = spec.hidden_size
@@ -130,7 +116,7 @@ def load_eagle(
     read = open_reader(spec, renamed, formats, groups, tables)
     return EagleModel(
         stack=_stack(spec, read, max_model_len),
-        embedding=_embedding(read, tables.get(_TABLE), target),
+        embedding=pick_embedding(read, _TABLE, tables.get(_TABLE), target),
         fc=read.linear(["model.fc"]),
         lm_head=target.lm_head,
         vocab=target.vocab,
@@ -201,7 +187,7 @@ def load_eagle3(
 
     What it does not bring, it shares with the target where that can be.
     """
-    renamed = _Renamed(source)
+    renamed = _renamed(source)
     names = renamed.names()
     if _MARK not in names:
         raise CheckpointError(
@@ -232,7 +218,7 @@ def load_eagle3(
     return Eagle3Model(
         spec=spec,
         stack=stack,
-        embedding=_embedding(read, tables.get(_TABLE), target),
+        embedding=pick_embedding(read, _TABLE, tables.get(_TABLE), target),
         reader=_tap_reader(spec, read, stack) if spec.tap_ids else None,
         token_norm=read.norm("model.layers.0.input_layernorm.weight"),
         feature_norm=read.norm(_MARK),
@@ -286,9 +272,11 @@ def _as_stored(spec: ModelSpec, names: set[str]) -> ModelSpec:
     )
 
 
-def _embedding(read: Reader, vocab: VocabShards | None, target: Decoder) -> Embedding:
+def pick_embedding(
+    read: Reader, name: str, vocab: VocabShards | None, target: Decoder
+) -> Embedding:
     """The head's embedding; the target's own where the two are equal, as they often are."""
     if vocab is None:
         return target.embedding
-    own = Embedding(read.table(_TABLE), vocab)
+    own = Embedding(read.table(name), vocab)
     return target.embedding if own.is_same(target.embedding) else own

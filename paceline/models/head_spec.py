@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.spec import FAMILIES, Config, ModelSpec, refuse_quantised
+from paceline.models.spec import FAMILIES, Config, ModelSpec, refuse_quantised, value_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,8 @@ class Eagle3Spec:
 
 
 def is_eagle3(config: Config) -> bool:
-    marks = [str(config.get("speculators_model_type", "")), *(config.get("architectures") or [])]
-    return "draft_vocab_size" in config or any("eagle3" in mark.lower() for mark in marks)
+    marks = (config.get("speculators_model_type"), config.get("architectures"))
+    return "draft_vocab_size" in config or "eagle3" in str(marks).lower()
 
 
 def read_eagle_spec(config: Config) -> ModelSpec:
@@ -57,7 +56,10 @@ def read_eagle3_spec(
 ) -> Eagle3Spec:
     """Both public formats: flat, and nested as `speculators` writes it. `asked` taps win."""
     refuse_quantised(config)
-    nested = config.get("transformer_layer_config")
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise CheckpointError(f"speculators_model_type {kind!r} is not supported; 'eagle3' is.")
+    nested = value_of(config, "transformer_layer_config", dict, {})
     layers = _layers(nested or config)
     if nested and "norm_before_residual" not in config:
         logger.warning(
@@ -65,11 +67,11 @@ def read_eagle3_spec(
             "poor, it was true",
             name,
         )
-    uses_taps = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    uses_taps = value_of(config, "eagle_config", dict, {}).get("use_aux_hidden_state", True)
     spec = Eagle3Spec(
         layers=replace(layers, family="eagle3", max_position=target.max_position),
-        target_size=int(config.get("target_hidden_size") or layers.hidden_size),
-        draft_vocab_size=int(config.get("draft_vocab_size") or layers.vocab_size),
+        target_size=value_of(config, "target_hidden_size", int, layers.hidden_size),
+        draft_vocab_size=value_of(config, "draft_vocab_size", int, layers.vocab_size),
         tap_ids=_tap_ids(name, config, target.num_layers, asked) if uses_taps else (),
         norms_residual=bool(config.get("norm_before_residual", False)),
         norms_taps_together=bool(config.get("norm_before_fc", False)),
@@ -112,7 +114,7 @@ def _tap_ids(
     name: str, config: Config, num_layers: int, asked: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """After how many layers the head reads the residual stream."""
-    places: list[Any] = [config.get(TAPS_KEY), (config.get("eagle_config") or {}).get(TAPS_KEY)]
+    places = (value_of(x, TAPS_KEY, list, []) for x in (config, config.get("eagle_config") or {}))
     listed = next((tuple(x) for x in places if x), None)
     if asked is not None:
         ids, why = asked, "asked for"
@@ -123,7 +125,7 @@ def _tap_ids(
         ids, why = tuple(x + 1 for x in listed), f"listed as {list(listed)}"
     else:
         ids, why = listed, "listed in its config.json"
-    if len(set(ids)) < len(ids) or not all(0 <= x <= num_layers for x in ids):
+    if len({x for x in ids if type(x) is int and 0 <= x <= num_layers}) < len(ids):
         raise CheckpointError(
             f"the EAGLE-3 head {name!r} reads the target after layers {list(ids)} ({why}), but "
             f"they must be distinct and between 0 and the target's {num_layers}; give "
@@ -134,16 +136,16 @@ def _tap_ids(
 
 def read_mtp_spec(name: str, config: Config, target: ModelSpec) -> ModelSpec:
     """The target's own MTP layer, as a decoder of one layer. Never a dense one among experts."""
-    stated = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
-    count = int(stated or 0)
-    if count < 1:
+    key = "num_nextn_predict_layers"
+    count = value_of(config, key, int, 0) or value_of(config, "num_mtp_layers", int, 0)
+    if not count:
         raise CheckpointError(
-            f"{name!r} has no MTP layer: its config.json says num_nextn_predict_layers {stated}; "
-            'method "mtp" needs one.'
+            f"{name!r} has no MTP layer: its config.json says {key} {config.get(key)}; method "
+            '"mtp" needs one, "eagle", "eagle3" and "draft_model" bring a "model", "ngram" neither.'
         )
     if count > 1:
         raise CheckpointError(
-            f"{name!r} has {count} MTP layers (num_nextn_predict_layers), one for each draft; "
+            f"{name!r} has {count} MTP layers ({key}), one for each draft; "
             "only checkpoints with a single one, which drafts again and again, are supported."
         )
     moe = None if target.moe is None else replace(target.moe, dense_layers=frozenset())

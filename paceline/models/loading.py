@@ -67,6 +67,26 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SomeWeights:
+    """Some of a checkpoint's tensors, under other names."""
+
+    source: WeightSource
+    stored: Mapping[str, str]  # the checkpoint's name of each
+
+    def names(self) -> set[str]:
+        return set(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self.stored[name])
+
+    def load(self, name: str, cut: Cut | None = None) -> Tensor:
+        return self.source.load(self.stored[name], cut)
+
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+        return self.source.blocks(self.stored[name], cut)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormats:
     """How tensors are kept: linears through `linear`, tables and norms in the given dtypes."""
 
@@ -228,9 +248,13 @@ def check_names(spec: ModelSpec, source: WeightSource, shapes: Shapes) -> None:
     missing = sorted(set(expected) - names)
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        is_head = any(n.removeprefix("model.") == "fc.weight" for n in names - set(expected))
+        hint = (
+            ' It is an EAGLE head, which drafts for a model: "method": "eagle".' if is_head else ""
+        )
         raise CheckpointError(
             f"the checkpoint has no tensor {missing[0]!r}{more}; config.json ({spec.family}, "
-            f"num_hidden_layers {spec.num_layers}) asks for it."
+            f"num_hidden_layers {spec.num_layers}) asks for it.{hint}"
         )
     for name, shape in expected.items():
         found = tuple(source.shape(name))
@@ -310,6 +334,11 @@ class Reader:
 
     def tensor(self, name: str) -> Tensor:
         value = self.source.load(name)
+        if not value.is_floating_point() or value.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"tensor {name!r} is stored in {value.dtype} and has no scales that Paceline can "
+                "read (fp8 blocks: weight_scale_inv); take the original weights."
+            )
         return value if self.formats.round_to is None else value.to(self.formats.round_to)
 
     def optional(self, name: str) -> Tensor | None:

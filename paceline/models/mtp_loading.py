@@ -5,19 +5,17 @@ Its decoder layer is loaded as the target's are; what it does not bring, it shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
-from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.kernels.dispatch import pick_kernels
-from paceline.layers.vocab import Embedding, VocabShards, all_agree
+from paceline.layers.vocab import VocabShards, all_agree
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.draft_heads import MtpModel
 from paceline.models.fused import fuse_layers
+from paceline.models.head_loading import pick_embedding
 from paceline.models.loading import (
-    Reader,
+    SomeWeights,
     WeightFormats,
     WeightSource,
     check_names,
@@ -25,7 +23,7 @@ from paceline.models.loading import (
     load_layer,
     open_reader,
 )
-from paceline.models.sharding import Cut, local_spec, vocab_rows
+from paceline.models.sharding import local_spec, vocab_rows
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import ALONE, Groups
 
@@ -52,30 +50,6 @@ def mtp_shapes(
     ]
 
 
-@dataclass(slots=True)
-class _OneLayer:
-    """The tensors of one layer of a checkpoint; others are not there."""
-
-    source: WeightSource
-    at: str
-    _names: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._names = {n for n in self.source.names() if n.startswith(self.at)}
-
-    def names(self) -> set[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def load(self, name: str, cut: Cut | None = None) -> Tensor:
-        return self.source.load(name, cut)
-
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
-        return self.source.blocks(name, cut)
-
-
 def load_mtp(
     name: str,
     spec: ModelSpec,
@@ -88,13 +62,18 @@ def load_mtp(
     """Build this rank's part of the head from the target's checkpoint."""
     index = target.spec.num_layers
     at = f"model.layers.{index}."
-    layer = _OneLayer(source, at)
+    layer = SomeWeights(source, {n: n for n in source.names() if n.startswith(at)})
     if at + "eh_proj.weight" not in layer.names():
         found = f"{len(layer.names())} tensors" if layer.names() else "no tensor"
         raise CheckpointError(
             f"{name!r} has {found} under '{at}' and no '{at}eh_proj.weight': config.json "
             "announces an MTP layer, but whoever converted the weights dropped it; use the "
             'original checkpoint, or another method than "mtp".'
+        )
+    if f"model.layers.{index + 1}.eh_proj.weight" in source.names():
+        raise CheckpointError(
+            f"{name!r} has several MTP layers: after '{at}' comes 'model.layers.{index + 1}.'; "
+            "only checkpoints with a single one, which drafts again and again, are supported."
         )
     shapes = dict(mtp_shapes(spec, index, layer.names()))
     table, head = at + "embed_tokens.weight", at + "shared_head.head.weight"
@@ -117,7 +96,7 @@ def load_mtp(
             kernels=kernels,
             fused=fuse_layers(spec, layers, kernels, formats.device),
         ),
-        embedding=_embedding(read, table, vocab, target),
+        embedding=pick_embedding(read, table, vocab if table in tables else None, target),
         token_norm=read.norm(at + "enorm.weight"),
         feature_norm=read.norm(at + "hnorm.weight"),
         projection=read.linear([at + "eh_proj"]),
@@ -125,13 +104,6 @@ def load_mtp(
         lm_head=read.head(head.removesuffix(".weight")) if brings_head else target.lm_head,
         vocab=vocab if brings_head else target.vocab,
     )
-
-
-def _embedding(read: Reader, name: str, vocab: VocabShards, target: Decoder) -> Embedding:
-    if name not in read.source.names():
-        return target.embedding
-    own = Embedding(read.table(name), vocab)
-    return target.embedding if own.is_same(target.embedding) else own
 
 
 def _is_targets(source: WeightSource, name: str, target: Decoder) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from paceline.errors import CheckpointError, nearest
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
+_WANTED = {int: "a positive integer", float: "a positive number", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,30 +201,32 @@ def _mixtral(config: Config) -> ModelSpec:
 def _qwen3_moe(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     spec = _decoder(config, "qwen3_moe", has_qk_norm=True, has_qkv_bias=bias, has_o_bias=bias)
-    every = int(config.get("decoder_sparse_step") or 1)
+    every = value_of(config, "decoder_sparse_step", int, 1)
     dense = {i for i in range(spec.num_layers) if (i + 1) % every}
     moe = _experts(
         config,
-        inner_size=_number(config, "moe_intermediate_size"),
+        inner_size=value_of(config, "moe_intermediate_size", int),
         is_normed=bool(config.get("norm_topk_prob", False)),
-        dense_layers=frozenset(dense | set(config.get("mlp_only_layers") or ())),
+        dense_layers=frozenset(dense.union(value_of(config, "mlp_only_layers", list, []))),
     )
     window = _sliding_window(config) if config.get("use_sliding_window") else None
     return replace(spec, moe=moe, sliding_window=window)
 
 
 def _deepseek_v3(config: Config) -> ModelSpec:
-    num_dense = int(config.get("first_k_dense_replace") or 0)
+    num_dense = value_of(config, "first_k_dense_replace", int, 0)
     return _latent_decoder(config, "deepseek_v3", frozenset(range(num_dense)))
 
 
 def _glm4_moe_lite(config: Config) -> ModelSpec:
     # transformers 5 writes a list; older files the number of dense layers.
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        num_dense = config.get("first_k_dense_replace", 1)
+    kinds = value_of(config, "mlp_layer_types", list, [])
+    if not kinds:
+        values = {"first_k_dense_replace": 1, **config}
+        num_dense = value_of(values, "first_k_dense_replace", int, 0)
         return _latent_decoder(config, "glm4_moe_lite", frozenset(range(num_dense)))
-    if set(kinds) - {"dense", "sparse"} or len(kinds) < _number(config, "num_hidden_layers"):
+    is_known = all(kind in ("dense", "sparse") for kind in kinds)
+    if not is_known or len(kinds) < value_of(config, "num_hidden_layers", int):
         raise CheckpointError(
             f"mlp_layer_types {kinds!r} is not understood; it names each layer 'dense' or 'sparse'."
         )
@@ -233,9 +237,9 @@ def _glm4_moe_lite(config: Config) -> ModelSpec:
 def _latent_decoder(config: Config, family: str, dense_layers: frozenset[int]) -> ModelSpec:
     """Latent attention, and experts behind a sigmoid router in all but some layers."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent, nope, rope, value = (_number(config, name) for name in names)
+    latent, nope, rope, value = (value_of(config, name, int) for name in names)
     mla = MlaSpec(
-        query_rank=_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+        query_rank=value_of(config, "q_lora_rank", int, 0) or None,
         latent_size=latent,
         nope_size=nope,
         rope_size=rope,
@@ -254,16 +258,16 @@ def _sigmoid_moe(config: Config, dense_layers: frozenset[int]) -> MoeSpec:
         found = config.get(name) or known
         if found != known:
             raise CheckpointError(f"{name} {found!r} is not supported; {known!r} is.")
-    inner = _number(config, "moe_intermediate_size")
+    inner = value_of(config, "moe_intermediate_size", int)
     return _experts(
         config,
         inner_size=inner,
         router="sigmoid",
         is_normed=bool(config.get("norm_topk_prob", True)),
-        scaling=float(config.get("routed_scaling_factor") or 1.0),
-        num_groups=int(config.get("n_group") or 1),
-        num_chosen_groups=int(config.get("topk_group") or 1),
-        shared_inner_size=inner * int(config.get("n_shared_experts") or 0),
+        scaling=value_of(config, "routed_scaling_factor", float, 1.0),
+        num_groups=value_of(config, "n_group", int, 1),
+        num_chosen_groups=value_of(config, "topk_group", int, 1),
+        shared_inner_size=inner * value_of(config, "n_shared_experts", int, 0),
         dense_layers=dense_layers,
     )
 
@@ -281,7 +285,7 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
 
 def read_spec(config: Config) -> ModelSpec:
     """The spec of a config.json; an unknown architecture is refused by name."""
-    architectures = config.get("architectures") or []
+    architectures = [str(x) for x in value_of(config, "architectures", list, [])]
     for name in architectures:
         if name in FAMILIES:
             refuse_quantised(config)
@@ -294,11 +298,12 @@ def read_spec(config: Config) -> ModelSpec:
 
 
 def refuse_quantised(config: Config) -> None:
-    if config.get("quantization_config") and fp8_block_size(config) is None:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantised = value_of(config, "quantization_config", dict, {})
+    if quantised and fp8_block_size(config) is None:
+        method = quantised.get("quant_method") or quantised.get("quant_algo", "unknown")
         raise CheckpointError(
             f"this checkpoint is quantised with {method!r}, which is not supported; "
-            "use the original weights, fp8 with a weight_block_size, or a GGUF file."
+            "use the original weights, fp8 with a weight_block_size of [rows, columns], or a GGUF."
         )
 
 
@@ -306,31 +311,32 @@ def fp8_block_size(config: Config) -> tuple[int, int] | None:
     """Rows and columns that share a scale (models/block_fp8); None: not this format."""
     quantised = config.get("quantization_config") or {}
     size = quantised.get("weight_block_size")
-    if quantised.get("quant_method") != "fp8" or not size:
+    if quantised.get("quant_method") != "fp8" or not isinstance(size, list):
         return None
-    return int(size[0]), int(size[1])
+    rows, columns = (size[0], size[1]) if [type(x) for x in size] == [int, int] else (0, 0)
+    return (rows, columns) if min(rows, columns) > 0 else None
 
 
 def _decoder(config: Config, family: str, **flags: Any) -> ModelSpec:
-    hidden = _number(config, "hidden_size")
-    heads = _number(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    hidden = value_of(config, "hidden_size", int)
+    heads = value_of(config, "num_attention_heads", int)
+    kv_heads = value_of(config, "num_key_value_heads", int, heads)
     if heads % kv_heads:
         raise CheckpointError(f"{heads} attention heads do not divide over {kv_heads} KV heads.")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
-    max_position = _number(config, "max_position_embeddings")
+    max_position = value_of(config, "max_position_embeddings", int)
     return ModelSpec(
         family=family,
-        vocab_size=_number(config, "vocab_size"),
+        vocab_size=value_of(config, "vocab_size", int),
         hidden_size=hidden,
-        intermediate_size=_number(config, "intermediate_size"),
-        num_layers=_number(config, "num_hidden_layers"),
+        intermediate_size=value_of(config, "intermediate_size", int),
+        num_layers=value_of(config, "num_hidden_layers", int),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_size=int(config.get("head_dim") or hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        head_size=value_of(config, "head_dim", int, hidden // heads),
+        norm_eps=value_of(config, "rms_norm_eps", float, 1e-6),
         rope=_rope(config, max_position),
         max_position=max_position,
         is_tied=bool(config.get("tie_word_embeddings", False)),
@@ -347,8 +353,8 @@ def _experts(config: Config, **values: Any) -> MoeSpec:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     name = next((n for n in names if config.get(n) is not None), names[0])
     moe = MoeSpec(
-        num_experts=_number(config, name),
-        num_chosen=_number(config, "num_experts_per_tok"),
+        num_experts=value_of(config, name, int),
+        num_chosen=value_of(config, "num_experts_per_tok", int),
         **values,
     )
     candidates = moe.num_experts // moe.num_groups * moe.num_chosen_groups
@@ -368,20 +374,29 @@ def _experts(config: Config, **values: Any) -> MoeSpec:
 
 def _sliding_window(config: Config) -> int | None:
     """How many positions, its own included, a token sees; null: all."""
-    return None if config.get("sliding_window") is None else _number(config, "sliding_window")
+    is_given = config.get("sliding_window") is not None
+    return value_of(config, "sliding_window", int) if is_given else None
 
 
-def _number(config: Config, name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name} is {value!r}; a positive integer is needed.")
-    return value
+def value_of(config: Config, name: str, kind: type[T], default: T | None = None) -> T:
+    """What config.json says. A default stands for null, 0 and what is empty or not there."""
+    value: Any = config.get(name)
+    if not value and default is not None:
+        return default
+    kinds: Any = (int, float) if kind is float else kind
+    is_right = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_right or (kind in (int, float) and not 0 < value < math.inf):
+        raise CheckpointError(f"config.json: {name} is {value!r}; {_WANTED[kind]} is needed.")
+    found: T = value
+    return found
 
 
 def _rope(config: Config, max_position: int) -> RopeSpec:
-    # transformers 5 writes rope_parameters; older files rope_theta and rope_scaling.
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    # transformers 5 writes rope_parameters; older files, and people, rope_theta and rope_scaling.
+    news, olds = (value_of(config, x, dict, {}) for x in ("rope_parameters", "rope_scaling"))
+    values = olds or news
+    thetas = (value_of(x, "rope_theta", float, 0.0) for x in (values, news, config))
+    theta = next(filter(None, thetas), 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
     supported = ("default", "linear", "llama3", "yarn", "gguf_factors")
     if kind not in supported:
@@ -393,25 +408,25 @@ def _rope(config: Config, max_position: int) -> RopeSpec:
         raise CheckpointError(
             f"partial_rotary_factor {share} is not supported; Paceline rotates whole heads (1.0)."
         )
-    original = values.get("original_max_position_embeddings") or max_position
+    original = value_of(values, "original_max_position_embeddings", int, max_position)
     if kind == "yarn":
-        return _yarn(values, theta, int(original), max_position)
+        return _yarn(values, theta, original, max_position)
     return RopeSpec(
         theta=theta,
         kind=kind,
-        factor=float(values.get("factor", 1.0)),
-        low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-        original_max_position=int(original),
+        factor=value_of(values, "factor", float, 1.0),
+        low_freq_factor=value_of(values, "low_freq_factor", float, 1.0),
+        high_freq_factor=value_of(values, "high_freq_factor", float, 4.0),
+        original_max_position=original,
     )
 
 
 def _yarn(values: Config, theta: float, original: int, max_position: int) -> RopeSpec:
-    factor = float(values.get("factor") or max_position / original)
+    factor = value_of(values, "factor", float, max_position / original)
     # 0 counts as absent, as in transformers.
-    mscale, all_dim = (float(values.get(x) or 0.0) for x in ("mscale", "mscale_all_dim"))
-    length = values.get("attention_factor")
-    if length is None:
+    mscale, all_dim = (value_of(values, x, float, 0.0) for x in ("mscale", "mscale_all_dim"))
+    length = value_of(values, "attention_factor", float, 0.0)
+    if not length:
         length = yarn_mscale(factor)
         if mscale and all_dim:
             length = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
@@ -420,10 +435,10 @@ def _yarn(values: Config, theta: float, original: int, max_position: int) -> Rop
         kind="yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
+        beta_fast=value_of(values, "beta_fast", float, 32.0),
+        beta_slow=value_of(values, "beta_slow", float, 1.0),
         is_truncated=bool(values.get("truncate", True)),
-        attention_factor=float(length),
+        attention_factor=length,
         mscale_all_dim=all_dim,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,9 +79,23 @@ def find_models(config: EngineConfig) -> list[Found]:
     """The target, and the draft where there is one."""
     model = config.model
     files = locate(model.model, revision=model.revision, load_format=model.load_format)
-    target = Found(files, read_spec(files.config))
-    draft = _find_draft(config, target)
+    with _about(files.name):
+        target = Found(files, read_spec(files.config))
+    own = config.speculative.model if config.speculative else None
+    with _about(own or files.name):
+        draft = _find_draft(config, target)
     return [target] if draft is None else [target, replace(draft, is_draft=True)]
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Where there are two checkpoints, an error says which of them is meant."""
+    try:
+        yield
+    except CheckpointError as error:
+        if name in str(error):
+            raise
+        raise CheckpointError(f"{name}: {error}") from None
 
 
 def _find_draft(config: EngineConfig, target: Found) -> Found | None:
@@ -201,11 +215,8 @@ class Loader:
         if self.config.model.load_format == "dummy":
             yield DummyWeights(shapes, self.config.model.seed, device)
             return
-        weights = open_weights(found.files)
-        try:
+        with _about(found.files.name), closing(open_weights(found.files)) as weights:
             yield weights
-        finally:
-            weights.close()
 
 
 def make_drafter(config: SpeculativeConfig | None, head: DraftHead | None) -> Drafter:

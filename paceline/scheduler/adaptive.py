@@ -1,8 +1,8 @@
 """How many drafts each request should verify: k follows the request's own acceptance.
 
-Never changes tokens, only how many drafts a step looks at. Rejected drafts lower k. A drafter that
-proposed nothing does not, where nothing was computed for it; with fixed shapes the row was computed
-all the same, and a missing draft counts as a wrong one.
+Never changes the distribution of tokens, only how many drafts a step looks at. Rejected drafts
+lower k. A drafter that proposed nothing does not, where nothing was computed for it; with fixed
+shapes the row was computed all the same, and a missing draft counts as a wrong one.
 """
 
 from __future__ import annotations

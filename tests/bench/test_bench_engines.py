@@ -202,6 +202,7 @@ def test_a_token_outside_the_two_best_is_no_near_tie() -> None:
     assert (near.position, round(near.gap, 6)) == (1, 0.01)
     (far,) = differences(eager, Answers([[1, 5, 4]]))
     assert far.gap == float("inf")
+    assert [near.record(), far.record()] == [[0, 1, 0.01], [0, 1, None]]
 
 
 def test_an_unknown_case_is_refused(

@@ -143,20 +143,33 @@ def test_fixed_shapes_make_the_same_drafts(
     assert any(row.drafts[0] >= 0 for row in recording.seen)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe-lite", "mixtral-window"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        ("deepseek-v3", "mtp"),
+        ("glm4-moe-lite", "mtp"),
+        ("mixtral-window", "mtp"),
+        ("mixtral", "eagle"),
+        ("deepseek-v3", "eagle3"),
+    ],
+)
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_a_layer_of_experts_latents_or_windows_drafts_as_its_reference(
-    workshop: Workshop, family: str, is_fixed: bool
+def test_heads_of_experts_latents_or_windows_draft_as_their_references(
+    workshop: Workshop, family: str, drafter: str, is_fixed: bool
 ) -> None:
-    """The families that have MTP layers, and one whose pages go while it runs; chunks, two sizes of
-    page, prefix hits and an EOS."""
-    options: dict[str, Any] = {"model": workshop.head_folder(family, "mtp"), "is_fixed": is_fixed}
+    """The families that have MTP layers, one whose pages go while it runs, and heads with pages of
+    another shape than the target's; chunks, two sizes of page, prefix hits and an EOS."""
+    folder, spec = workshop.head_folder(family, drafter), head(workshop, "mtp", 3)
+    options: dict[str, Any] = {"model": folder, "is_fixed": is_fixed}
+    if drafter != "mtp":
+        spec |= {"method": drafter, "model": folder}
+        options["model"] = workshop.target_folder(family)
     options |= {"max_num_batched_tokens": 23, "block_size": 4 if is_fixed else 16, "run_ahead": 2}
     requests = [request(i, p, max_tokens=14) for i, p in enumerate(PROMPTS)]
-    with recorded(workshop, head(workshop, "mtp", 3), **options) as seen:
+    with recorded(workshop, spec, **options) as seen:
         seen.run(requests)
         hits = seen.engine.scheduler.stats()["prefix_cache_hit_tokens"]
-        seen.check(workshop.target(family), workshop.head(family, "mtp"))
+        seen.check(workshop.target(family), workshop.head(family, drafter))
     assert hits > 0
     expected = [t[:14] for t in workshop.expected(family)]
     assert [seen.published[i] for i in range(len(PROMPTS))] == expected

@@ -175,6 +175,19 @@ def test_a_head_that_cannot_work_is_refused_with_the_numbers(
         load(folder / "broken", target)
 
 
+def test_a_whole_model_is_no_head_and_a_head_no_model(
+    folder: Path, reference: Any, target: Decoder
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"no tensor 'fc.weight'.*\"method\": \"draft_model\""
+    ):
+        load(folder / "target", target)
+    save_head(folder / "first", random_head(reference))
+    files = locate(str(folder / "first"))
+    with pytest.raises(CheckpointError, match=r"It is an EAGLE head.*\"method\": \"eagle\""):
+        load_decoder(read_spec(files.config), open_weights(files), EXACT, max_model_len=64)
+
+
 def test_a_head_for_another_vocabulary_runs_with_a_warning(
     folder: Path, reference: Any, target: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:

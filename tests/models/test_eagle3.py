@@ -163,10 +163,13 @@ def test_taps_come_from_the_user_the_file_or_the_targets_depth(
         (2, None, r"\[2, 1, -1\].*target's 2; give \"eagle_aux_hidden_state_layer_ids\""),
         (8, [2, 4, 4], r"\[2, 4, 4\] \(listed in its config.json\)"),
         (8, [2, 4, 9], r"\[2, 4, 9\].*the target's 8"),
+        (8, [2, 4.5, 6], r"\[2, 4.5, 6\] \(listed"),  # nobody would ever fill it
+        (8, [True, 4, 6], r"\[True, 4, 6\] \(listed"),
+        (8, "2, 4, 6", r"eagle_aux_hidden_state_layer_ids is '2, 4, 6'; a list is needed"),
     ],
 )
 def test_colliding_or_impossible_taps_are_refused_with_the_numbers(
-    reference: Any, target: Decoder, num_layers: int, listed: list[int] | None, message: str
+    reference: Any, target: Decoder, num_layers: int, listed: Any, message: str
 ) -> None:
     config = {**random_eagle3(reference).config, "draft_vocab_size": 60, TAPS_KEY: listed}
     with pytest.raises(CheckpointError, match=message):
@@ -255,6 +258,15 @@ def test_a_reduced_vocabulary_without_its_map_is_refused(
     save_eagle3(folder / "unmapped", head)
     with pytest.raises(CheckpointError, match=r"no tensor 'model.d2t'"):
         load(folder / "unmapped", target)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_another_kind_of_speculators_head_is_refused_by_name(
+    reference: Any, target: Decoder, kind: str
+) -> None:
+    config = {**random_eagle3(reference).config, "speculators_model_type": kind}
+    with pytest.raises(CheckpointError, match=f"'{kind}' is not supported; 'eagle3' is"):
+        read_eagle3_spec("head", config, target.spec)
 
 
 def test_an_eagle_1_head_is_recognised(folder: Path, reference: Any, target: Decoder) -> None:

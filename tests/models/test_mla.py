@@ -235,6 +235,38 @@ def plain(stored: torch.Tensor, scale: torch.Tensor, size: tuple[int, int]) -> t
     return stored.float() * scale[row[:, None], column]
 
 
+@torch.no_grad()
+def test_fp8_blocks_of_fused_experts_are_read_too(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "deepseek-v3")
+    quantise(tmp_path, reference, (16, 16))  # an expert's gate ends where a block does
+    path, at = tmp_path / "model.safetensors", "model.layers.1.mlp.experts."
+    tensors = load_file(path)
+    for end in ("", "_scale_inv"):
+        names = [
+            [f"{at}{e}.{x}_proj.weight{end}" for e in range(8)] for x in ("gate", "up", "down")
+        ]
+        gate, up, down = (torch.stack([tensors.pop(n).float() for n in x]) for x in names)
+        kind = torch.float32 if end else torch.float8_e4m3fn
+        tensors[f"{at}gate_up_proj{end}"] = torch.cat((gate, up), dim=1).to(kind)
+        tensors[f"{at}down_proj{end}"] = down.to(kind)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert_same_logits(load(tmp_path), reference)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_narrow_weights_that_no_config_explains_are_refused_by_name(
+    tmp_path: Path, kind: torch.dtype
+) -> None:
+    """Numbers without their scales would be read as a model of noise."""
+    save_tiny(tmp_path, "deepseek-v3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    narrow = {n: t.to(kind) if "_proj" in n else t for n, t in tensors.items()}
+    save_file(narrow, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"is stored in {kind} and has no scales"):
+        load(tmp_path)
+
+
 def test_fp8_without_its_scales_is_refused_by_name(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "deepseek-v3")
     with torch.no_grad():

@@ -145,14 +145,28 @@ def test_an_embedding_and_a_head_of_its_own_are_used(saved: Path, tmp_path: Path
         (0, "has no MTP layer: its config.json says num_nextn_predict_layers 0"),
         (None, "num_nextn_predict_layers None"),
         (3, r"has 3 MTP layers \(num_nextn_predict_layers\), one for each draft; only"),
+        ("one", "num_nextn_predict_layers is 'one'; a positive integer"),
     ],
 )
 def test_no_layer_and_several_layers_are_refused_by_name(
-    saved: Path, tmp_path: Path, count: int | None, message: str
+    saved: Path, tmp_path: Path, count: Any, message: str
 ) -> None:
     tensors = changed(saved, tmp_path / "x", num_nextn_predict_layers=count)
     save_file(tensors, tmp_path / "x" / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "x")
+
+
+def test_a_second_layer_in_the_files_is_refused_whatever_the_config_says(
+    saved: Path, tmp_path: Path
+) -> None:
+    tensors = changed(saved, tmp_path / "x", num_nextn_predict_layers=None, num_mtp_layers=1)
+    save_file(tensors, tmp_path / "x" / "model.safetensors")
+    load(tmp_path / "x")  # the other name counts where this one says nothing
+    at, behind = "model.layers.2.", "model.layers.3."
+    tensors |= {n.replace(at, behind): t.clone() for n, t in tensors.items() if n.startswith(at)}
+    save_file(tensors, tmp_path / "x" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"several MTP layers: after '.*2.' comes '.*3.'"):
         load(tmp_path / "x")
 
 

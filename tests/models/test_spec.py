@@ -35,6 +35,15 @@ def test_old_and_new_rope_keys_read_the_same() -> None:
     assert read_spec(LLAMA).rope.theta == 10000.0
 
 
+def test_scaling_that_somebody_added_beside_the_new_keys_counts() -> None:
+    """As in transformers: model cards say how to write a longer window into config.json."""
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    added = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for name in ("type", "rope_type"):
+        rope = read_spec({**added, "rope_scaling": {name: "yarn", **yarn}}).rope
+        assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e5)
+
+
 def test_head_size_is_explicit_or_derived() -> None:
     assert read_spec(LLAMA).head_size == 8
     assert read_spec({**LLAMA, "head_dim": 12}).head_size == 12
@@ -60,6 +69,19 @@ def test_biases_follow_the_family() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised with 'mxfp4'"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantised with 'NVFP4'"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+            r"'fp8', which is not .* fp8 with a weight_block_size of \[rows, columns\]",
+        ),
+        ({"quantization_config": "awq"}, "quantization_config is 'awq'; an object is needed"),
+        ({"architectures": 3}, "architectures is 3; a list is needed"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; a positive number is needed"),
+        ({"head_dim": 1.5}, "head_dim is 1.5; a positive integer is needed"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; an object"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2; a positive number"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,18 @@ def test_a_target_without_an_mtp_layer_is_refused_before_weights_are_read(folder
 def test_an_eagle_head_of_another_size_is_refused_before_weights_are_read(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="hidden size of 64, the target has 32"):
         build(folder, speculative_config=eagle(folder, "wide_head"))
+
+
+def test_an_error_says_which_of_two_checkpoints_is_meant(folder: Path, tmp_path: Path) -> None:
+    """What is wrong with the draft is not looked for in the target."""
+    shutil.copytree(folder / "head", tmp_path / "odd")
+    config = json.loads((folder / "head" / "config.json").read_text())
+    changed = {**config, "rope_scaling": {"type": "odd"}}
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=r"/odd: rope type 'odd' is not supported"):
+        build(folder, speculative_config=eagle(tmp_path, "odd"))
+    with pytest.raises(CheckpointError, match=r"/head: .* no tensor .* It is an EAGLE head"):
+        build(folder, speculative_config=draft(folder, "head"))
 
 
 def test_a_load_format_is_the_targets_own(folder: Path) -> None:
