@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ CASES = {
 
 
 def main() -> int:
-    args = parse_arguments()
+    args = engine_arguments()
     with tempfile.TemporaryDirectory() as scratch:
         models = Path(args.models or scratch)
         write_configs(models)
@@ -105,7 +105,7 @@ def write_record(path: Path, record: dict[str, Any], models: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def parse_arguments() -> argparse.Namespace:
+def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NAME=JSON",
         help="another keyword of LLM(...), such as max_num_batched_tokens=4096",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     args.bs = [int(text) for text in args.bs.split(",")]

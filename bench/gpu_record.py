@@ -60,6 +60,7 @@ RUNS = (
         for c in VLLM_TPOT_MS
     ),
     *(_engines(f"load-{case}", case, 60, "--load") for case in VLLM_LOAD),
+    Run("start", ("l8,sm-eagle",), 120, "start_up"),
     _engines("sync", "sm,sm-eagle,l8,l8-eagle", 90, "--sync", "--bs", "1,64"),
     _engines("long", "sm,l8", 60, "--prompt", "4000", "--bs", "1,8,32"),
     Run("mixed-sm", ("sm",), 40, "mixed_tpot"),
@@ -108,6 +109,10 @@ def table(folder: Path) -> Iterator[str]:
 
 def _rows(name: str, run: dict[str, Any]) -> Iterator[str]:
     case = run["case"]
+    if cached := run.get("cached"):
+        first, *others = (start["init_s"] for start in (run["no_cache"], *cached))
+        shown = " / ".join(f"{s:.1f}" for s in others)
+        yield f"{name:14} {case:9} {first:.1f} s with no kernel cached, then {shown} s"
     tpot = run.get("tpot_ms", {})
     if tpot:
         theirs = VLLM_TPOT_MS[case] if name.startswith("tpot") else ()
