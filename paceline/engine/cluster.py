@@ -19,7 +19,7 @@ from paceline.config import EngineConfig
 from paceline.engine.boot import Failed, Post, Start, is_boot_frame
 from paceline.engine.launch import DEFAULT_FACTORY, EngineHandle, EngineThread, start_ranks
 from paceline.engine.messages import Died, Message, Progress, Ready, Stopped, decode
-from paceline.engine.transport import ChannelClosed, Channels
+from paceline.engine.transport import ChannelClosed, Channels, ChannelStuck
 from paceline.errors import ConfigError, EngineDead, PacelineError
 from paceline.parallel.placement import Layout, Seat, layout_of
 from paceline.step import RunnerInfo
@@ -72,6 +72,7 @@ class Cluster:
         self._words: dict[int, _Words] = {}  # in the order they came
         self._stopped: set[int] = set()  # ranks that have said that they end as asked
         self._start_clock = _StartClock()
+        self._stall_s: float | None = None  # who takes no message for so long stands still
 
     @classmethod
     def launch(
@@ -105,6 +106,7 @@ class Cluster:
         for rank in self._ranks:
             with contextlib.suppress(ChannelClosed):  # then it has said why
                 rank.channel.send(frame)
+        self._stall_s = config.device.stall_timeout
 
     def await_ready(self, progress: Callable[[str, float], None] | None) -> RunnerInfo:
         """Return when every rank serves. The sizes are those of the smallest replica."""
@@ -160,12 +162,17 @@ class Cluster:
         """To a replica's leader. Raises EngineDead with the reason when it is gone."""
         leader = self.layout.leaders()[replica]
         try:
-            self._ranks[leader].channel.send(frame)
-        except ChannelClosed:
+            self._ranks[leader].channel.send(frame, self._stall_s)
+        except ChannelClosed as closed:
             self._early += self._take(0.0)  # it said why before it closed its end
+            if isinstance(closed, ChannelStuck):
+                reason = f"the engine process has taken no message for {self._stall_s:g} s"
+                self._words[leader] = _Words(reason, after_another=False)
             if leader in self._stopped and not self.is_over:
                 raise EngineDead("The engine is shutting down.") from None
-            raise EngineDead(self.death_notice()) from None
+            notice = self.death_notice()
+            self._channels.show_end(leader)  # the caller may not tell anybody; `receive` will
+            raise EngineDead(notice) from None
 
     def send_all(self, frame: bytes) -> None:
         """To the leaders of all replicas."""

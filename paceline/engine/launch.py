@@ -26,6 +26,7 @@ from paceline.parallel.placement import Layout, Seat
 DEFAULT_FACTORY = "paceline.runner.startup:build_runner"
 _WORKER = "paceline.engine.worker"
 _ALONE = Post()
+_STOP_S = 1.0  # a rank that does not read for so long is not asked, but killed
 # A plain interpreter rather than multiprocessing's spawn: that one imports the caller's main
 # module again, so a script without an `if __name__ == "__main__"` guard could not use `LLM`.
 _BOOTSTRAP = (
@@ -85,7 +86,7 @@ class EngineProcess:
     def ask_to_stop(self) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ChannelClosed):
-                self.channel.send(encode(Stop()))
+                self.channel.send(encode(Stop()), _STOP_S)
 
     def end(self, grace_s: float) -> None:
         if grace_s > 0:

@@ -33,6 +33,10 @@ class ChannelClosed(Exception):
     """The engine side of the channel is gone."""
 
 
+class ChannelStuck(ChannelClosed):
+    """The engine side stands still: it did not read for as long as it was given."""
+
+
 class Channel:
     """The front's end. Not thread-safe: one thread sends and receives."""
 
@@ -47,8 +51,11 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, payload: bytes) -> None:
-        """Write one frame. The engine's inbox thread always reads, so this waits for moments."""
+    def send(self, payload: bytes, timeout_s: float | None = None) -> None:
+        """Write one frame. The engine's inbox thread always reads, so this waits for moments.
+
+        One that does not read for `timeout_s` (None: for ever) is cut off.
+        """
         if self._socket.fileno() < 0:
             raise ChannelClosed
         self._outbound += _HEADER.pack(len(payload))
@@ -57,8 +64,10 @@ class Channel:
             try:
                 sent = self._socket.send(self._outbound)
             except BlockingIOError:
-                self._wait(select.POLLOUT, None)
-                continue
+                if self._wait(select.POLLOUT, timeout_s):
+                    continue
+                self._socket.shutdown(socket.SHUT_RDWR)  # `receive` sees the end as well
+                raise ChannelStuck from None
             except (BrokenPipeError, ConnectionResetError):
                 raise ChannelClosed from None
             del self._outbound[:sent]
@@ -138,6 +147,13 @@ class Channels:
                 self._epoll.unregister(descriptor)
                 del self._open[descriptor]
         return found
+
+    def show_end(self, which: int) -> None:
+        """Make `fileno` readable once more for a channel that has ended."""
+        descriptor = self._channels[which].fileno()
+        if self._epoll is not None and descriptor >= 0 and descriptor not in self._open:
+            self._epoll.register(descriptor, select.EPOLLIN)
+            self._open[descriptor] = which
 
     def close(self) -> None:
         if self._epoll is not None:

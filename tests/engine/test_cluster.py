@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import select
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -88,6 +91,12 @@ def errors_of(streams: list[Stream]) -> list[str]:
         assert stream.generation is not None
         found.append(str(stream.generation.error))
     return found
+
+
+def submit_for_ever(client: EngineClient) -> NoReturn:
+    for number in itertools.count():
+        submit(client, str(number), "abc" * 20, max_tokens=4)
+    raise AssertionError
 
 
 # ---- life
@@ -315,6 +324,55 @@ def test_an_idle_front_learns_of_a_dead_rank_when_it_submits() -> None:
         submit(client, "one", "abc", max_tokens=400)
         with pytest.raises(EngineDead, match=r"rank 1 .*SIGKILL"):
             pump_for_ever(client)
+        assert_gone(pids)
+
+
+def test_a_death_that_an_abort_meets_first_is_still_shown_to_an_event_loop() -> None:
+    """The other replica knows nothing of it and has nothing to say."""
+    with ranks("delay_s=0.005", **DP2) as client:
+        pids = client.engine_pids
+        one, _, three = (submit(client, str(i), "abc", max_tokens=400) for i in range(3))
+        client.abort("1")  # all that replica 1 has
+        while not (one.deltas and three.deltas):
+            client.pump(1.0)
+        os.kill(pids[0], signal.SIGKILL)
+        assert wait_gone(pids[0], 2.0)
+        client.abort("0")
+        assert select.select([client.fileno()], [], [], 2.0)[0]
+        with pytest.raises(EngineDead, match=r"rank 0 .*SIGKILL"):
+            client.pump(None)
+        assert "SIGKILL" in errors_of([three])[0]
+        assert_gone(pids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_leader_that_stands_still_and_reads_nothing_is_given_up(layout: dict[str, Any]) -> None:
+    """Nobody else would miss it: all are idle. A message that does not fit any more tells."""
+    noticed = r"rank 0 .* has taken no message for 1 s"
+    with ranks(stall_timeout=1.0, **layout) as client:
+        pids = client.engine_pids
+        os.kill(pids[0], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match=noticed):
+            submit_for_ever(client)
+        with pytest.raises(EngineDead, match=noticed):
+            client.pump(None)
+        assert time.monotonic() - started < 10.0
+        assert client.num_open == 0
+        assert_gone(pids)
+
+
+def test_close_does_not_wait_for_a_rank_that_reads_nothing() -> None:
+    with ranks(**DP2) as client:
+        pids = client.engine_pids
+        os.kill(pids[0], signal.SIGSTOP)
+        channel = client._cluster._ranks[0].channel
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                channel._socket.send(bytes(1 << 16))
+        started = time.monotonic()
+        client.close(grace_s=2.0)
+        assert time.monotonic() - started < 4.0
         assert_gone(pids)
 
 

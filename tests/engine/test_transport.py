@@ -10,7 +10,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from paceline.engine.transport import Channel, ChannelClosed, Channels, Port, connected_pair
+from paceline.engine.transport import (
+    Channel,
+    ChannelClosed,
+    Channels,
+    ChannelStuck,
+    Port,
+    connected_pair,
+)
 
 
 def opened() -> tuple[Channel, Port, SimpleQueue[str]]:
@@ -100,6 +107,19 @@ def test_an_interrupted_send_does_not_tear_its_frame(monkeypatch: pytest.MonkeyP
     assert port.inbox.get(timeout=5) == b"b"
     port.close()
     channel.close()
+
+
+def test_who_does_not_read_in_time_is_cut_off() -> None:
+    front, engine = connected_pair()
+    channel = Channel(front)
+    with pytest.raises(ChannelStuck):
+        channel.send(b"a" * 5_000_000, timeout_s=0.05)
+    assert channel.receive(5.0) == []
+    assert channel.at_end
+    with pytest.raises(ChannelClosed):
+        channel.send(b"b")
+    channel.close()
+    engine.close()
 
 
 def test_the_front_sees_the_end_after_the_last_frame() -> None:
