@@ -267,6 +267,6 @@ class Runner(Protocol):
         """Nothing runs: prepare for steps to come, for a moment. False: there is nothing left."""
 
     def rest(self) -> None:
-        """The loop is about to sleep: no plan is to be expected."""
+        """The loop is about to sleep, or shows in its sleep that it is there."""
 
     def close(self) -> None: ...

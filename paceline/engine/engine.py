@@ -72,6 +72,8 @@ class Engine:
         self.is_draining = False  # takes no more requests, and ends when all have ended
         self.has_spare_time = False  # idle for a while
         self.may_end = False  # drained, and nobody needs this rank
+        # So often does a loop at rest show others that it is there: a frozen one is missed.
+        self.pulse_s = config.device.stall_timeout / 4
         self.publish = publish
         self._delay = delay
         self._in_flight: deque[_Launched] = deque()
@@ -306,20 +308,22 @@ def _read(data: bytes | None) -> object:
 def _rest(
     engine: Engine, inbox: SimpleQueue[bytes | None], wake: Callable[[int], None] | None
 ) -> object | None:
-    """The next message, or None: others are awake. Meanwhile the runner may prepare."""
-    timeout_s: float | None = SPARE_AFTER_S
+    """The next message, or None: others are awake, or should see that this one is. Meanwhile the
+    runner may prepare."""
+    timeout_s, prepares = min(SPARE_AFTER_S, engine.pulse_s), True
     lockstep = engine.lockstep
     while True:
         try:
             message = _read(inbox.get(timeout=timeout_s))
         except Empty:
-            if lockstep is None:
-                timeout_s = 0.0 if engine.use_spare_time() else None
+            if prepares and lockstep is None:
+                prepares = engine.use_spare_time()
+                timeout_s = 0.0 if prepares else engine.pulse_s
                 continue
-            if not engine.has_spare_work:
-                timeout_s = None
+            if prepares and not engine.has_spare_work:
+                prepares, timeout_s = False, engine.pulse_s
                 continue
-            engine.has_spare_time, message = True, None
+            engine.has_spare_time, message = prepares, None
         if lockstep is None:
             return message
         if isinstance(message, Wake):

@@ -102,8 +102,8 @@ class _LeadingStep:
 def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) -> None:
     """Launch what the leader launches until its end is closed. Raises what a step raised.
 
-    Until it rests, the leader owes the next frame: twice `timeout_s` are enough for it to say
-    itself whom it waits for.
+    The leader owes the next frame, also at rest (engine.pulse_s): twice `timeout_s` are enough for
+    it to say itself whom it waits for.
     """
     in_flight: deque[InFlightStep] = deque()
     unbound: InFlightStep | None = None  # the newest, when it waits for masks
@@ -121,7 +121,7 @@ def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) 
         if frame is None:
             return
         kind, payload = frame
-        leader.settimeout(None if kind in (_SPARE, _REST) else 2 * timeout_s)
+        leader.settimeout(2 * timeout_s)
         if kind == _SPARE:
             runner.use_spare_time()
         elif kind == _REST:
@@ -146,8 +146,7 @@ def _read_frame(leader: socket.socket) -> tuple[int, bytes] | None:
         payload = _read_exactly(leader, size)
     except TimeoutError as error:
         raise CollectiveError(
-            f"the leader of this replica has sent no plan for {leader.gettimeout():g} s, though "
-            "it has not gone to rest."
+            f"the leader of this replica has sent nothing for {leader.gettimeout():g} s."
         ) from error
     return None if payload is None else (kind, payload)
 

@@ -199,6 +199,23 @@ def test_replicas_sleep_when_all_are_idle_and_wake_for_whoever_gets_work() -> No
         assert [w.is_unfinished for w in table.agreements[-1]] == [False] * 3
 
 
+def test_replicas_at_rest_show_each_other_now_and_then_that_they_are_there() -> None:
+    with replicas(3) as (table, made):
+        for replica in made:
+            replica.engine.pulse_s = 0.02
+        submit(made[0], 1, [1], max_tokens=3)
+        await_done(made, {0: [1]})
+        await_rest(table)
+        wanted = len(table.agreements) + 4
+        give_up_s = time.monotonic() + PATIENCE_S
+        while len(table.agreements) < wanted:
+            assert time.monotonic() < give_up_s, "nobody would miss a frozen one"
+            time.sleep(0.002)
+        submit(made[2], 2, [3, 4], max_tokens=9)
+        await_done(made, {2: [2]})
+        assert made[2].tokens[2] == expected(2, [3, 4], 9)
+
+
 def test_a_wake_for_an_agreement_that_has_been_is_ignored() -> None:
     with replicas(2) as (table, made):
         submit(made[0], 1, [1], max_tokens=3)

@@ -133,7 +133,7 @@ def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
 
 
 def test_a_leader_that_stands_still_between_two_steps_is_missed(workshop: Workshop) -> None:
-    """No collective is under way then: its peers wait for a plan. While it rests they need none."""
+    """No collective is under way then: its peers wait for a plan. At rest it shows itself."""
     with client_of(workshop, "tp2", STUCK_LEADER, stall_timeout=STALL_S) as client:
         pids = client.engine_pids
         stream = submit(client, 1)
@@ -144,7 +144,22 @@ def test_a_leader_that_stands_still_between_two_steps_is_missed(workshop: Worksh
             pump_for_ever(client)
         said = str(caught.value)
         assert "gone: rank 0 (replica 0) did not answer; rank 1 (replica 0): " in said
-        assert f"the leader of this replica has sent no plan for {2 * STALL_S:g} s" in said
+        assert f"the leader of this replica has sent nothing for {2 * STALL_S:g} s" in said
+        assert_all_gone(pids)
+
+
+@TWO_RANKS
+def test_a_leader_that_freezes_while_all_rest_is_missed(layout: str, workshop: Workshop) -> None:
+    """Whoever gets the next request: that one would wait for it in vain."""
+    with client_of(workshop, layout, stall_timeout=STALL_S) as client:
+        pids = client.engine_pids
+        pump_until_finished(client, submit(client, 3))
+        time.sleep(STALL_S)  # longer than two pulses: all sleep
+        os.kill(pids[0], signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(EngineDead, match=r"gone: rank 0 \(replica 0\) did not answer; rank 1 "):
+            pump_for_ever(client)
+        assert time.monotonic() - began_s < 2 * STALL_S + 6
         assert_all_gone(pids)
 
 
