@@ -231,12 +231,12 @@ def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable() -> None:
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["abc"] * 200, SamplingParams(max_tokens=400), use_tqdm=False)
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 8.0
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         started = time.monotonic()
         assert texts(llm.generate("abc", SIX, use_tqdm=False)) == ["abcabc"]
         # behind what was submitted it would have waited for sixteen seconds
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 8.0
     signal.signal(signal.SIGINT, before)
 
 

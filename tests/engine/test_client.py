@@ -422,9 +422,9 @@ def test_the_front_knows_how_long_each_stage_of_the_start_took(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before_s = time.monotonic()
-    with caplog.at_level(logging.INFO, "paceline"), echo_client("load_s=0.06") as client:
+    with caplog.at_level(logging.INFO, "paceline"), echo_client("load_s=0.5") as client:
         elapsed_s = time.monotonic() - before_s
         startup_s = client.info.startup_s
     assert list(startup_s) == ["process and imports", "loading"]
-    assert 0.06 <= startup_s["loading"] <= sum(startup_s.values()) <= elapsed_s + 0.001
+    assert 0.1 <= startup_s["loading"] <= sum(startup_s.values()) <= elapsed_s + 0.01
     assert f"loading {startup_s['loading']:.1f}" in caplog.text

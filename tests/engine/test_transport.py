@@ -66,7 +66,7 @@ def test_a_front_that_does_not_read_does_not_stop_the_engine() -> None:
     started = time.monotonic()
     for _ in range(1000):
         port.send(bytes(20_000))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0
     # and it still hears the front
     channel.send(b"abort")
     assert port.inbox.get(timeout=5) == b"abort"
