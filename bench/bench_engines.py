@@ -10,7 +10,7 @@ greedy, no prefix cache. With random weights the bias of glm's router decides al
 elsewhere: all rows of a step choose the same four experts of a layer. q30's router has none: its
 rows spread over all experts, as real ones do.
 TPOT = (time of 288 tokens - time of 32 tokens) / 256, medians of three runs or more (of so many as
-fill two seconds), prompts fresh each time.
+fill two seconds), the two in turns, prompts fresh each time.
 --load measures prompts and output under load instead. Each case has its engine to itself.
 """
 
@@ -249,19 +249,18 @@ class Bench:
         return elapsed_s
 
     def time_per_token_ms(self, batch: int, prompt: int) -> float:
+        """Short and long runs take turns: what slows an engine down meanwhile (it may still prepare
+        in its idle time, while a request comes) meets both, and is no part of their difference."""
         # Shapes of steps that prompts make on their way in are met here for the first time.
         self.run(batch, LONG, prompt)
-        short_s = self._median_s(batch, SHORT, prompt)
+        short_s: list[float] = []
+        long_s: list[float] = []
         with self._watched(batch):
-            long_s = self._median_s(batch, LONG, prompt)
-        return round((long_s - short_s) / (LONG - SHORT) * 1e3, 4)
-
-    def _median_s(self, batch: int, tokens: int, prompt: int) -> float:
-        """Requests end where their acceptance takes them, so short runs vary: more of those."""
-        taken = [self.run(batch, tokens, prompt) for _ in range(3)]
-        while sum(taken) < ENOUGH_S and len(taken) < MOST_RUNS:
-            taken.append(self.run(batch, tokens, prompt))
-        return median(taken)
+            # Requests end where their acceptance takes them, so runs vary: more of short ones.
+            while len(long_s) < 3 or (sum(long_s) < ENOUGH_S and len(long_s) < MOST_RUNS):
+                short_s.append(self.run(batch, SHORT, prompt))
+                long_s.append(self.run(batch, LONG, prompt))
+        return round((median(long_s) - median(short_s)) / (LONG - SHORT) * 1e3, 4)
 
     def sampled(self, batches: list[int], prompt: int) -> dict[str, Any]:
         """The same for sampled requests."""

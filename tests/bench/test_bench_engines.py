@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
 from collections import deque
@@ -111,6 +112,22 @@ def test_time_per_token_is_the_slope_and_each_case_has_its_engine(
     assert [llm.is_closed for llm in engine.opened] == [True, True]
     assert engine.opened[0].options["max_num_seqs"] == 256
     assert engine.opened[0].asked[0][:2] == (1, 16)
+
+
+def test_an_engine_that_is_late_for_a_while_has_no_other_time_per_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.bench_engines.ENOUGH_S", math.inf)
+    late_s = iter([900.0] * 18)  # for half of its calls
+    answer = FakeLLM.generate
+
+    def generate(llm: FakeLLM, *args: Any, **values: Any) -> list[Any]:
+        engine.clock[0] += next(late_s, 0.0)
+        return answer(llm, *args, **values)
+
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+    assert run(monkeypatch, "sm", "--bs", "1") == 0
+    assert results(capsys.readouterr().out)[0]["tpot_ms"] == {"1": 1e3}
 
 
 def test_load_gives_tokens_per_second(
