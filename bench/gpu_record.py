@@ -103,8 +103,15 @@ def main() -> int:
 def table(folder: Path) -> Iterator[str]:
     """What was measured beside what vLLM took; ratios above 1 are in our favour."""
     for path in sorted(folder.glob("*.json")):
-        for run in json.loads(path.read_text()).get("runs", []):
-            yield from _rows(path.stem, run)
+        record = json.loads(path.read_text())
+        for run in record.get("runs", []):
+            is_mixed = record["bench"] == "mixed_tpot"
+            yield from (_mixed_rows if is_mixed else _rows)(path.stem, run)
+
+
+def _mixed_rows(name: str, run: dict[str, Any]) -> Iterator[str]:
+    gap_ms = " / ".join(f"{run['itl_ms'][x]:.3f}" for x in ("p50", "p99", "max"))
+    yield f"{name:14} {run['rate']:>4.0f} prompts/s: {gap_ms} ms a token (p50, p99, max)"
 
 
 def _rows(name: str, run: dict[str, Any]) -> Iterator[str]:

@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
+from paceline.kernels import gemv_gated_triton
 from paceline.kernels.activation_triton import silu_and_mul
 from paceline.kernels.attention import AttentionBatch
 from paceline.kernels.attention_triton import paged_attention, prepare_attention
+from paceline.kernels.gemv import Product
 from paceline.kernels.norm_triton import add_rms_norm, rms_norm
 from paceline.kernels.rope_triton import place_heads
 
@@ -166,6 +169,25 @@ def layer_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
     yield Cell("place_heads", name, heads, 2 * heads_bytes + cache_bytes)
 
 
+def gate_up_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
+    """The product of many rows and its activation: ours, and torch's with a kernel behind it."""
+    width = model.intermediate
+    num_operations = 4.0 * rows * width * model.hidden
+    num_bytes = (rows * (model.hidden + width) + 2 * width * model.hidden) * dtype.itemsize
+    for name, multiply in (
+        ("ours", gemv_gated_triton.linear_silu),
+        ("torch's, silu_and_mul", lambda x, product: silu_and_mul(linear(x, product.weight_NK))),
+    ):
+
+        def make(num_sets: int, multiply: Callable[..., Any] = multiply) -> list[Callable[[], Any]]:
+            shapes = ((num_sets, rows, model.hidden), (num_sets, 2 * width, model.hidden))
+            x, weight = (torch.empty(s, device=DEVICE, dtype=dtype).normal_() for s in shapes)
+            return [partial(multiply, x, Product(w, None)) for x, w in zip(x, weight, strict=True)]
+
+        label = f"{model.name} {rows} rows, {name}"
+        yield Cell("linear_silu", label, make, num_bytes, num_operations)
+
+
 def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
     for model in MODELS:
         for length in (300, 4000):
@@ -178,6 +200,8 @@ def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
         yield attention_cell(model, [*[(1, 300)] * 32, (512, 512)], 0, dtype)
         for num_rows in (1, 64, 256):
             yield from layer_cells(model, num_rows, dtype)
+        for num_rows in (512, 1024, 2048, 4096, 8192):
+            yield from gate_up_cells(model, num_rows, dtype)
     yield prepare_cell(MODELS[1], 1, 300)
     yield prepare_cell(MODELS[1], 64, 4000)
     yield prepare_cell(MODELS[1], 256, 300)

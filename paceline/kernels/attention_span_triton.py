@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch, AttentionWork
 from paceline.kernels.attention_work_triton import BLOCK, MOST_BLOCKS, STRETCH, span_rows
+from paceline.kernels.gpu import num_multiprocessors
 from paceline.kernels.triton_chain import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
@@ -39,10 +40,14 @@ def span_tiles(dtype: torch.dtype, padded_size: int, tiles_per_sm: float) -> Spa
     if num_bytes > 2**15:
         num_warps = 8 if dtype == torch.float32 else 4  # no tensor cores: many registers
         return SpanTiles(num_warps, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
-    deep = SpanTiles(4, num_stages=3, programs_per_sm=3)
-    if tiles_per_sm <= deep.programs_per_sm:
-        return deep
-    # They would have to go around twice: one more at once is worth more than deeper pipelines.
+    # Of shared memory they leave enough to the products behind them, which fetch weights through
+    # the rest of it and are launched too early for the split to be changed between them.
+    few = SpanTiles(
+        4, num_stages=3 if num_bytes <= 2**14 else 2, programs_per_sm=3, most_registers=168
+    )
+    if tiles_per_sm <= few.programs_per_sm:
+        return few
+    # They would have to go around twice: one more at once is worth more than registers.
     return SpanTiles(4, num_stages=2, programs_per_sm=4, most_registers=128)
 
 
@@ -62,7 +67,7 @@ def attend_spans(
     padded_size = max(16, triton.next_power_of_2(head_size))
     rows = span_rows(group)
     most_tiles = (len(work.span_E8) - work.num_partials) * num_kv_heads
-    num_sms = _num_sms(qkv_TD.device)
+    num_sms = num_multiprocessors(qkv_TD.device)
     tiles = span_tiles(qkv_TD.dtype, padded_size, most_tiles / num_sms)
     partial_rows = (min(batch.max_query_len or rows, rows // group)) * group
     shape = (work.num_partials, num_kv_heads, partial_rows)
@@ -109,12 +114,6 @@ def _entries_at_once(num_results: int) -> int:
     if num_results < MANY_RESULTS:
         return 1
     return 4 if num_results < 8 * MANY_RESULTS else 8
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["partial_rows"])
@@ -268,7 +267,9 @@ def _walk(  # noqa: PLR0913
         offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
         # One block ahead, so that no load of keys waits for a load of pages.
         page = pages_at(table, at + SIZE, end, PAGE)
+        # Both at once: values are under way while scores are weighed.
         keys = tl.load(key + offset, mask=inside, other=0.0)
+        values = tl.load(value + offset, mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
         if WINDOW > 0:
@@ -277,7 +278,6 @@ def _walk(  # noqa: PLR0913
         block_top = tl.max(score, 1)
         weight = tl.exp2(score - _base(block_top)[:, None])
         block_total = tl.sum(weight, 1)
-        values = tl.load(value + offset, mask=inside, other=0.0)
         block_result = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         run_top, run_total, run_result = _merge(
             run_top, run_total, run_result, block_top, block_total, block_result

@@ -9,7 +9,6 @@ entry is one choice of one row, which chooses an expert once at most.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.experts_layout_triton import Blocks, lay_out
+from paceline.kernels.gpu import num_multiprocessors
 from paceline.kernels.triton_chain import dependent, prefetch_to_l2, wait_for_input
 
 FEW_ROWS = 64  # up to here one tile has all rows of a step
@@ -99,7 +99,7 @@ def multiply_rows(
     is_gated, num_inputs = weight_TK is None, x_PK.shape[1]
     num_blocks = triton.cdiv(out_PN.shape[1], tile.outputs // (2 if is_gated else 1))
     num_used = min(len(matrix_ENK), rows.numel()) if isinstance(rows, Tensor) else len(rows.expert)
-    grid = (min(num_used * num_blocks, tile.per_sm * _num_sms(x_PK.device)),)
+    grid = (min(num_used * num_blocks, tile.per_sm * num_multiprocessors(x_PK.device)),)
     tensors = (x_PK if is_gated else weight_TK, matrix_ENK, out_PN, x_PK.stride(0))
     options = {
         "OUTPUTS": out_PN.shape[1],
@@ -124,13 +124,6 @@ def multiply_rows(
         )
     else:
         _many_kernel[grid](*(x_PK, *rows, *tensors), **options)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":  # interpreted, or only compiled
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -73,6 +73,12 @@ def norm_linear_silu(rows: NormedRows, product: Product, tile: Tile | None = Non
     return (silu(gate) * up).to(rows.x_TD.dtype)
 
 
+def linear_silu(x_TK: Tensor, product: Product) -> Tensor:
+    """The same for rows that are normed, of which there may be many: rounded in between."""
+    gate, up = torch_linear(x_TK, *product).float().chunk(2, dim=-1)
+    return (silu(gate) * up).to(x_TK.dtype)
+
+
 def norm_linear_heads(
     rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
 ) -> Tensor:

@@ -16,8 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from paceline.kernels import gemv_gated_triton
+from paceline.kernels.activation_triton import silu_and_mul
 from paceline.kernels.gemv import SHRINK, HeadPlaces, NormedRows, Product
 from paceline.kernels.gemv_kernels_triton import (
     dot_kernel,
@@ -112,6 +115,12 @@ def norm_linear_silu(rows: NormedRows, product: Product, tile: Tile | None = Non
     out_TI = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK) // 2)
     _multiply(rows, product, out_TI, Ends(), GATED, tile)
     return out_TI
+
+
+def linear_silu(x_TK: Tensor, product: Product) -> Tensor:
+    if gemv_gated_triton.is_faster(x_TK, product):
+        return gemv_gated_triton.linear_silu(x_TK, product)
+    return silu_and_mul(torch_linear(x_TK, *product))
 
 
 def norm_linear_heads(

@@ -82,6 +82,14 @@ LARGE = {
     "135m-thirty-rows": Shape(30, 960, 576, ("heads",), Tile("mma", 8, 16, 32, 2, 9), False, 3, 64),
 }
 
+# Rows, outputs, inputs: one tile, some that are not full, more than a group of row tiles.
+MANY_ROWS = {
+    "one": (128, 128, 64),
+    "odd": (300, 256, 192),
+    "group": (17 * 128 + 5, 256, 64),
+    "8b": (2000, 14336, 4096),
+}
+
 
 def cases() -> Iterator[TritonCase]:
     for name, shape in {**SMALL, **LARGE}.items():
@@ -98,6 +106,25 @@ def cases() -> Iterator[TritonCase]:
                 scale=4.0 if name in LARGE else 2.0,
                 is_large=name in LARGE,
             )
+
+    for name, (rows, width, inputs) in MANY_ROWS.items():
+        yield TritonCase(
+            kernel="gated",
+            name=name,
+            reference="paceline.kernels.gemv:linear_silu",
+            fast="paceline.kernels.gemv_gated_triton:linear_silu",
+            make=partial(_make_many, rows, width, inputs),
+            outputs=lambda arguments, result: [result],
+            dtypes=(torch.float16, torch.bfloat16),
+            scale=4.0,
+            is_large=inputs > 1024,
+        )
+
+
+def _make_many(
+    rows: int, width: int, inputs: int, device: torch.device, dtype: torch.dtype
+) -> Arguments:
+    return _make("plain", Shape(rows, 2 * width, inputs, ()), device, dtype)[:2]
 
 
 def _make(end: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Arguments:

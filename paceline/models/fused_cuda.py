@@ -45,6 +45,8 @@ class Products(Protocol):
         self, rows: NormedRows, product: Product, tile: Tile | None = None
     ) -> Tensor: ...
 
+    def linear_silu(self, x_TK: Tensor, product: Product) -> Tensor: ...
+
     def norm_linear_heads(
         self, rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
     ) -> Tensor: ...
@@ -162,7 +164,7 @@ class CudaLayers:
 
     def _inner(self, rows: NormedRows, linear: CudaLinear, tile: Tile | None) -> Tensor:
         if tile is None:
-            return self._kernels.silu_and_mul(linear.multiply(rows.x_TD))
+            return self._products.linear_silu(rows.x_TD, linear.product)
         return self._products.norm_linear_silu(rows, linear.product, tile)
 
     def _add(
