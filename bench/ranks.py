@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.resting import busy_shares
 from paceline import LLM, SamplingParams
 from paceline.commands.report import machine
 
@@ -92,17 +92,8 @@ def wakes(llm: LLM, count: int) -> dict[str, Any]:
 
 def idle_share(llm: LLM, seconds: float) -> list[float]:
     """Of a core, by rank."""
-    pids = llm._client.engine_pids
-
-    def used_s(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     time.sleep(0.5)
-    before = [used_s(pid) for pid in pids]
-    time.sleep(seconds)
-    after = [used_s(pid) for pid in pids]
-    return [round((b - a) / seconds, 4) for a, b in zip(before, after, strict=True)]
+    return [round(share, 4) for share in busy_shares(llm._client.engine_pids, seconds)]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from tests.architecture.source_tree import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 RESULTS = ROOT / "bench" / "results"
 # Rows of the H200's tables, in order.
-TPOT_CASES = ("sm", "sm-eagle", "l8", "l8-eagle", "glm")
+TPOT_CASES = ("sm", "sm-eagle", "l8", "l8-eagle", "glm", "glm-mtp")
 LOAD_CASES = ("l8", "l8-eagle", "sm-eagle")
 
 

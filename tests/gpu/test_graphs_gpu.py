@@ -20,7 +20,7 @@ from tests.e2e.engines import NGRAM, draft_model, folder_for, head, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.e2e.loop import add_all, finish, request
 from tests.gpu.conftest import LongModel
-from tests.gpu.engines import DEVICE, IS_REHEARSAL, gpu_engine, open_llm
+from tests.gpu.engines import DEVICE, IS_REHEARSAL, GpuEngine, gpu_engine, open_llm
 from tests.tiny import VOCAB
 
 pytestmark = pytest.mark.gpu
@@ -216,12 +216,17 @@ def test_no_step_of_five_hundred_requests_stalls(long_model: LongModel) -> None:
         gpu.capture_everything()
         add_all(gpu.engine, requests)
         gpu.turn(40)
-        gpu.times.clear()
-        with gpu.only_replays(400):
-            gpu.turn(400)
-        period_s = sorted(t.idle_s + t.busy_s for t in gpu.times if t.idle_s >= 0)
-        assert len(period_s) >= 390
-        assert period_s[int(0.99 * len(period_s))] < 2 * median(period_s)
+        # A stall of ours comes back in every stretch, one of the machine's does not.
+        assert min(slowest_by_median(gpu, num_steps=180) for _ in range(3)) < 2
+
+
+def slowest_by_median(gpu: GpuEngine, num_steps: int) -> float:
+    gpu.times.clear()
+    with gpu.only_replays(num_steps):
+        gpu.turn(num_steps)
+    period_s = sorted(t.idle_s + t.busy_s for t in gpu.times if t.idle_s >= 0)
+    assert len(period_s) >= num_steps - 10
+    return period_s[int(0.99 * len(period_s))] / median(period_s)
 
 
 @pytest.mark.trap("D15", "L-5")
