@@ -193,8 +193,8 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
     print("RESULT", json.dumps(line), flush=True)
     if not args.load:
         record |= bandwidth(case, record["tpot_ms"], bench.tokens_per_step)
-        record["steps"] = bench.steps
-        print_steps(bench.steps, record.get("bandwidth_share"))
+    record["steps"] = bench.steps
+    print_steps(bench.steps, record.get("bandwidth_share"))
     became = asked_of(llm)
     if became:
         print("  start-up, seconds:", json.dumps(became["runner"]["startup_s"]), flush=True)
@@ -235,8 +235,9 @@ class Bench:
         self._vocab_size = vocab_size
         self._how = {"temperature": 0.0}
         self._rng = random.Random(0)
-        self.steps: dict[int, dict[str, Any]] = {}  # requests at once -> what the engine measured
-        self.tokens_per_step: dict[int, float] = {}
+        # What the engine measured of its steps, by requests at once or by load.
+        self.steps: dict[int | str, dict[str, Any]] = {}
+        self.tokens_per_step: dict[int | str, float] = {}
 
     def run(self, batch: int, tokens: int, prompt: int = 128) -> float:
         """Seconds of one `generate`."""
@@ -258,7 +259,7 @@ class Bench:
         self.run(batch, LONG, prompt)
         short_s: list[float] = []
         long_s: list[float] = []
-        with self._watched(batch):
+        with self.watched(batch):
             # Requests end where their acceptance takes them, so runs vary: more of short ones.
             while len(long_s) < 3 or (sum(long_s) < ENOUGH_S and len(long_s) < MOST_RUNS):
                 short_s.append(self.run(batch, SHORT, prompt))
@@ -278,7 +279,7 @@ class Bench:
         return found
 
     @contextmanager
-    def _watched(self, batch: int) -> Iterator[None]:
+    def watched(self, what: int | str) -> Iterator[None]:
         """Take the engine's own times of the steps meanwhile, where it has them."""
         if not hasattr(self._llm, "get_metrics"):
             yield
@@ -290,27 +291,31 @@ class Bench:
         stats.recent.clear()
         drafts, accepted = stats.num_drafts, stats.num_accepted_tokens
         yield
-        self.steps[batch] = step_times(stats.recent)
+        self.steps[what] = step_times(stats.recent)
         drafts, accepted = stats.num_drafts - drafts, stats.num_accepted_tokens - accepted
-        self.tokens_per_step[batch] = 1 + accepted / drafts if drafts else 1.0
+        self.tokens_per_step[what] = 1 + accepted / drafts if drafts else 1.0
 
 
 def under_load(bench: Bench) -> dict[str, int]:
     """Tokens per second: in, median of three; out, the better of two."""
     found = {}
     for batch, prompt in PROMPT_LOADS:
+        what = f"in {batch}x{prompt}"
         bench.run(batch, 1, prompt)
-        seconds = median(bench.run(batch, 1, prompt) for _ in range(3))
-        found[f"in {batch}x{prompt} tok/s"] = round(batch * prompt / seconds)
+        with bench.watched(what):
+            seconds = median(bench.run(batch, 1, prompt) for _ in range(3))
+        found[f"{what} tok/s"] = round(batch * prompt / seconds)
     for batch, prompt, tokens in OUTPUT_LOADS:
+        what = f"out {batch}x{prompt}+{tokens}"
         bench.run(batch, tokens, prompt)
-        seconds = min(bench.run(batch, tokens, prompt) for _ in range(2))
-        found[f"out {batch}x{prompt}+{tokens} tok/s"] = round(batch * tokens / seconds)
+        with bench.watched(what):
+            seconds = min(bench.run(batch, tokens, prompt) for _ in range(2))
+        found[f"{what} tok/s"] = round(batch * tokens / seconds)
     return found
 
 
 def bandwidth(
-    case: Case, tpot_ms: dict[int, float], tokens_per_step: dict[int, float]
+    case: Case, tpot_ms: dict[int, float], tokens_per_step: dict[int | str, float]
 ) -> dict[str, Any]:
     """How much of what the memory can move in a step's time the step's weights are."""
     num_bytes = weight_bytes_per_step(case.model, case.head, NUM_DRAFTS if case.method else 0)
@@ -330,13 +335,17 @@ def bandwidth(
     }
 
 
-def print_steps(steps: dict[int, dict[str, Any]], share: dict[int, float] | None) -> None:
-    for batch, found in steps.items():
+def print_steps(
+    steps: dict[int | str, dict[str, Any]], share: dict[int | str, float] | None
+) -> None:
+    for what, found in steps.items():
         if found:
-            weights = f", weights {share[batch]:.1%} of bandwidth" if share else ""
+            weights = f", weights {share[what]:.1%} of bandwidth" if share else ""
+            label = what if isinstance(what, str) else f"{what:>4} requests"
             print(
-                f"  {batch:>4} requests: step {found['step_ms']['p50']:.3f} ms, idle "
-                f"{found['idle_us']['p50']:.1f} us ({found['idle_share']['p50']:.2%}), host "
+                f"  {label}: step {found['step_ms']['p50']:.3f} ms, idle "
+                f"{found['idle_us']['p50']:.1f} us ({found['idle_share']['p50']:.2%}, "
+                f"of all {found.get('bubble_share', 0.0):.2%}), host "
                 f"{found['host_ms']['p50']:.3f} ms{weights}",
                 flush=True,
             )

@@ -56,16 +56,16 @@ def _engines(name: str, cases: str, seconds: int, *more: str) -> Run:
 _SAMPLED = {"sm", "sm-eagle", "l8", "l8-eagle"}
 RUNS = (
     *(
-        _engines(f"tpot-{c}", c, 60, "--check", *(("--sampled", "1,64") if c in _SAMPLED else ()))
+        _engines(f"tpot-{c}", c, 80, "--check", *(("--sampled", "1,64") if c in _SAMPLED else ()))
         for c in VLLM_TPOT_MS
     ),
-    *(_engines(f"load-{case}", case, 60, "--load") for case in VLLM_LOAD),
+    *(_engines(f"load-{case}", case, 75, "--load") for case in VLLM_LOAD),
     Run("start", ("l8,sm-eagle",), 120, "start_up"),
-    _engines("sync", "sm,sm-eagle,l8,l8-eagle", 90, "--sync", "--bs", "1,64"),
-    _engines("long", "sm,l8", 60, "--prompt", "4000", "--bs", "1,8,32"),
+    _engines("sync", "sm,sm-eagle,l8,l8-eagle", 150, "--sync", "--bs", "1,64"),
+    _engines("long", "sm,l8", 100, "--prompt", "4000", "--bs", "1,8,32"),
     Run("mixed-sm", ("sm",), 40, "mixed_tpot"),
-    _engines("wide", "sm", 30, "--bs", "256"),
-    _engines("spread", "q30", 60),
+    _engines("wide", "sm", 40, "--bs", "256"),
+    _engines("spread", "q30", 75),
     Run("mixed-l8", ("l8",), 60, "mixed_tpot"),
 )
 

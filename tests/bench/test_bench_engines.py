@@ -131,14 +131,20 @@ def test_an_engine_that_is_late_for_a_while_has_no_other_time_per_token(
 
 
 def test_load_gives_tokens_per_second(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    assert run(monkeypatch, "sm", "--load") == 0
+    assert run(monkeypatch, "sm", "--load", "--json", str(tmp_path / "load.json")) == 0
     (line,) = results(capsys.readouterr().out)
     assert line["in 1x4096 tok/s"] == round(4096 / 4097)
     assert line["out 256x512+128 tok/s"] == round(256 * 128 / (512 + 256 * 128))
     assert len([name for name in line if name.endswith("tok/s")]) == 6
     assert engine.opened[0].options["max_model_len"] == 8192
+    (found,) = json.loads((tmp_path / "load.json").read_text())["runs"]
+    assert {f"{what} tok/s" for what in found["steps"]} <= found.keys()
+    assert found["steps"]["out 64x4000+64"]["num_steps"] == 2  # one a run, and the first is warm
 
 
 def test_the_same_engine_also_samples(
