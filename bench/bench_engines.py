@@ -253,8 +253,8 @@ class Bench:
         return elapsed_s
 
     def time_per_token_ms(self, batch: int, prompt: int) -> float:
-        """Short and long runs take turns: what slows an engine down meanwhile (it may still prepare
-        in its idle time, while a request comes) meets both, and is no part of their difference."""
+        """Short and long runs take turns: what slows an engine down for a while (a shape of steps
+        that is new, a GPU that grows warm) meets both, and is no part of their difference."""
         # Shapes of steps that prompts make on their way in are met here for the first time.
         self.run(batch, LONG, prompt)
         short_s: list[float] = []

@@ -166,11 +166,12 @@ def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that runs, when it is one."""
+    """The commit of the checkout that runs, when it is one; "-dirty" where files differ from it."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    describe = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    command = ["git", "-C", str(root), *describe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

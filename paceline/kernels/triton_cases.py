@@ -36,6 +36,7 @@ class TritonCase:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     scale: float = 1.0  # of the tolerance
     is_large: bool = False  # a real model's size: for the GPU and for benchmarks
+    is_hoppers: bool = False  # takes more shared memory than other GPUs have
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.name}"

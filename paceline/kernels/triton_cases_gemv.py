@@ -118,6 +118,7 @@ def cases() -> Iterator[TritonCase]:
             dtypes=(torch.float16, torch.bfloat16),
             scale=4.0,
             is_large=inputs > 1024,
+            is_hoppers=True,
         )
 
 

@@ -59,6 +59,34 @@ def test_rates_under_load_on_an_h200(row: int, case: str) -> None:
         assert is_rounded(ratio, int(rate) / theirs[what]), (what, cell)
 
 
+def runs(name: str) -> dict[Any, dict[str, Any]]:
+    """By case, or by what else tells them apart."""
+    record = json.loads((RESULTS / "h200" / f"{name}.json").read_text(encoding="utf-8"))
+    return {run.get("case", run.get("rate")): run for run in record["runs"]}
+
+
+def test_other_figures_of_an_h200() -> None:
+    """Sentences, built from the files again."""
+    text = "\n".join(README)
+    sync = {case: run["tpot_ms"] for case, run in runs("sync").items()}
+    ahead = {case: h200(f"tpot-{case}")["tpot_ms"] for case in ("sm", "l8")}
+    sm, l8 = ([(ahead[c][n], sync[c][n]) for n in ("1", "64")] for c in ("sm", "l8"))
+    for pattern, pairs in (
+        ("{:.2f} against {:.2f} ms per token for the 135M shape at one request", sm[:1]),
+        ("{:.2f} against {:.2f} at 64; ", sm[1:]),
+        ("; {:.2f} against {:.2f} and ", l8[:1]),
+        ("and {:.2f} against {:.2f} for the 8B shape", l8[1:]),
+    ):
+        assert pattern.format(*pairs[0]) in text
+    alone, busy = (runs("mixed-sm")[rate]["itl_ms"] for rate in (0.0, 32.0))
+    assert f"at {alone['p50']:.2f} ms per token (median, p99 {alone['p99']:.2f})" in text
+    assert f"at {busy['p50']:.2f} (p99 {busy['p99']:.2f}, at most {busy['max']:.1f})" in text
+    start = runs("start")["l8"]
+    first, warm = start["no_cache"]["init_s"], [x["init_s"] for x in start["cached"]]
+    assert f"{first:.0f} s with no kernel cached, 8 to 9 s after that" in text
+    assert all(8 <= seconds <= 9 for seconds in warm)
+
+
 def test_figures_on_a_cpu() -> None:
     found: dict[str, Any] = {}
     for file in ("peers", "ngram"):
