@@ -49,13 +49,14 @@ def _mix(word: Tensor) -> Tensor:
 
 def stream_keys(seed_N2: Tensor, position_N: Tensor, domain: int | Tensor) -> Tensor:
     """One 64-bit key per row as two int32 lanes. `domain` is one number or int32 per row."""
-    lane_2 = torch.tensor([_signed(c) for c in _SEED_LANES], dtype=torch.int32).to(seed_N2.device)
+    # By column: a tensor of the two lanes would come from the host, which no captured step may do.
+    lanes = (seed_N2[:, i] ^ _signed(lane) for i, lane in enumerate(_SEED_LANES))
     shift = domain * _signed(_DOMAIN_STEP)
     if isinstance(shift, Tensor):
         shift = shift.to(torch.int32)[:, None]
     else:
         shift = _signed(shift & 0xFFFFFFFF)
-    key_N2 = _mix((seed_N2 ^ lane_2) + shift)
+    key_N2 = _mix(torch.stack(tuple(lanes), 1) + shift)
     key_N2 = _mix(key_N2 ^ seed_N2.flip(1))
     return _mix(key_N2 + position_N.to(torch.int32)[:, None])
 

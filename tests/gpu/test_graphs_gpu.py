@@ -86,6 +86,23 @@ def test_every_draft_position_is_accepted_alike_with_and_without_graphs(
     assert len(counted.accepted_per_position) >= 3
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_drafts_that_are_accepted_by_a_coin_are_so_with_and_without_graphs(
+    workshop: Workshop, drafter: str
+) -> None:
+    """Logprobs need to know what the coin will say, in graphs of their own."""
+    forced = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    spec: dict[str, Any] = {**(specs(workshop, 3)[drafter] or {}), **forced}
+    found = []
+    for is_eager in (False, True):
+        with gpu_engine(folder_for(workshop, spec), spec, enforce_eager=is_eager) as gpu:
+            gpu.capture_everything()
+            add_all(gpu.engine, [request(i, PROMPTS[i], logprobs=2) for i in range(len(PROMPTS))])
+            finish(gpu.engine)
+            found.append(gpu.published)
+    assert found[0] == found[1]
+
+
 @pytest.mark.trap("D3")
 def test_the_order_in_which_graphs_are_captured_changes_no_token(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
