@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from paceline.kernels import gemv_gated_triton
+from paceline.kernels import attention_prefill_triton, gemv_gated_triton
 from paceline.kernels.activation_triton import silu_and_mul
 from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.attention_triton import paged_attention, prepare_attention
+from paceline.kernels.attention_triton import paged_attention, prepare_attention, tiles_kernel
 from paceline.kernels.gemv import Product
 from paceline.kernels.norm_triton import add_rms_norm, rms_norm
 from paceline.kernels.rope_triton import place_heads
@@ -72,11 +72,7 @@ def attention_cell(
     pairs = sum(count * length - count * (count - 1) / 2 for count, length in rows)
 
     def make(num_sets: int) -> list[Callable[[], Any]]:
-        batch, num_slots = _batch(model, rows, width)
-        prepare_attention(batch, num_entries, model.num_kv)
-        qkv_TD = torch.randn(num_entries, model.qkv_width, device=DEVICE).to(dtype)
-        shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
-        caches = torch.empty(shape, device=DEVICE, dtype=dtype).normal_()
+        qkv_TD, caches, batch = _operands(model, rows, width, num_sets, dtype)
         scale = model.head_size**-0.5
         return [partial(paged_attention, qkv_TD, c[0], c[1], batch, scale) for c in caches]
 
@@ -91,6 +87,37 @@ def attention_cell(
         cache_bytes + 2 * num_entries * model.num_q * model.head_size * size,
         4 * pairs * model.num_q * model.head_size if max(counts) > 16 else 0.0,
     )
+
+
+def tiles_cells(model: Model, rows: list[tuple[int, int]], dtype: torch.dtype) -> Iterator[Cell]:
+    """Attention of prompts alone: by the kernel that this GPU has, and by the one that all have."""
+    same = attention_cell(model, rows, 0, dtype)
+    for name, chosen in (
+        ("chosen", tiles_kernel),
+        ("plain", lambda *_: attention_prefill_triton.attend_tiles),
+    ):
+
+        def make(num_sets: int, chosen: Callable[..., Any] = chosen) -> list[Callable[[], Any]]:
+            qkv_TD, caches, batch = _operands(model, rows, 0, num_sets, dtype)
+            out_TD = qkv_TD.new_empty(len(qkv_TD), model.num_q * model.head_size)
+            tensors = [(qkv_TD, c[0], c[1], batch) for c in caches]
+            rest = (batch.work, model.head_size**-0.5, out_TD)
+            return [partial(chosen(*operands), *operands, *rest) for operands in tensors]
+
+        label = f"{same.name}, {name}"
+        yield Cell("attend_tiles", label, make, same.num_bytes, same.num_operations)
+
+
+def _operands(
+    model: Model, rows: list[tuple[int, int]], width: int, num_sets: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+    """The product in front, so many sets of keys and values, and the batch with its lists."""
+    num_entries = sum(width or count for count, _ in rows)
+    batch, num_slots = _batch(model, rows, width)
+    prepare_attention(batch, num_entries, model.num_kv)
+    qkv_TD = torch.randn(num_entries, model.qkv_width, device=DEVICE).to(dtype)
+    shape = (num_sets, 2, model.num_kv, num_slots, model.head_size)
+    return qkv_TD, torch.empty(shape, device=DEVICE, dtype=dtype).normal_(), batch
 
 
 def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[AttentionBatch, int]:
@@ -198,6 +225,8 @@ def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
         yield attention_cell(model, [(4096, 4096)], 0, dtype)
         yield attention_cell(model, [(2048, 2048)] * 8, 0, dtype)
         yield attention_cell(model, [*[(1, 300)] * 32, (512, 512)], 0, dtype)
+        for count, length, num_rows in ((512, 512, 8), (4096, 4096, 1), (2000, 4000, 4)):
+            yield from tiles_cells(model, [(count, length)] * num_rows, dtype)
         for num_rows in (1, 64, 256):
             yield from layer_cells(model, num_rows, dtype)
         for num_rows in (512, 1024, 2048, 4096, 8192):

@@ -1,18 +1,27 @@
 """Paged attention over a varlen batch on the GPU; twin of kernels/attention.
 
 Chooses between two kernels by the batch's shape alone: spans of KV for rows of few queries, tiles
-of queries for rows of many. A batch that may hold both runs both, each on its own rows.
+of queries for rows of many. A batch that may hold both runs both, each on its own rows. For tiles
+there are two more to choose from, by the GPU and the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import triton
 from torch import Tensor
 
+from paceline.kernels import attention_prefill_triton
 from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.attention_prefill_triton import attend_tiles
 from paceline.kernels.attention_span_triton import attend_spans
 from paceline.kernels.attention_work_triton import SHORT, TILE_ROWS, make_work
+from paceline.kernels.gpu import is_hopper
 from paceline.kernels.triton_chain import after_all, dependent
+
+# Gluon is an experiment that every Triton continues differently: with another than the one that a
+# kernel was written for, and has run with, there is none.
+GLUONS_TRITON = "3.6."
 
 
 def prepare_attention(batch: AttentionBatch, num_entries: int, num_kv_heads: int) -> None:
@@ -39,5 +48,19 @@ def paged_attention(
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
     attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD, launch)
     if (batch.max_query_len or num_entries) > SHORT:
+        attend_tiles = tiles_kernel(qkv_TD, key_NSH, value_NSH, batch)
         attend_tiles(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
     return out_TD
+
+
+def tiles_kernel(
+    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch
+) -> Callable[..., None]:
+    """Always the same one for a model: they do not have the same bits."""
+    if is_hopper(qkv_TD.device) and triton.__version__.startswith(GLUONS_TRITON):
+        # Here, because the interpreter and other versions of Triton cannot even import it.
+        from paceline.kernels import attention_prefill_hopper_triton as hoppers
+
+        if hoppers.is_supported(qkv_TD, key_NSH, value_NSH, batch):
+            return hoppers.attend_tiles
+    return attention_prefill_triton.attend_tiles

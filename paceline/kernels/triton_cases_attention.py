@@ -95,6 +95,11 @@ def _mixed_shapes() -> Iterator[_Named]:
     rows = [(200, 263), (64, 65)]
     yield _Named("chunks of a large step, group of 3", Shape(rows, (6, 2), 64), halves)
     yield _Named("chunks of a large step, odd heads", Shape(rows, (2, 1), 48), halves)
+    # And so few that they are.
+    rows = [(50, 211), (33, 33), (1, 70), DEAD, (20, 149)]
+    yield _Named("chunks of a small step, no group", Shape(rows, (1, 1), 128, gap=2), halves)
+    rows = [(40, 300), (18, 18), (3, 40)]
+    yield _Named("chunks of a small step, group of 8", Shape(rows, (8, 1), 64), halves)
 
 
 def _windows() -> Iterator[_Named]:
@@ -121,6 +126,11 @@ def _large_shapes() -> Iterator[_Named]:
         rows = [(1, 1 + 97 * i) for i in range(32)] + [(512, 512), (300, 3000), DEAD, (17, 4000)]
         yield _Named(f"{name} mixed", Shape(rows, heads, size, gap=1), halves, True)
         yield _Named(f"{name} prompt", Shape([(2048, 2048)], heads, size), halves, True)
+    # Groups that fill tiles and that do not; chunks that begin anywhere.
+    rows = [(300, 1001), (129, 129), (17, 2000), (1, 900), DEAD, (700, 915), (4, 77)]
+    for heads, size in (((8, 8), 64), ((16, 2), 128), ((14, 2), 64), ((20, 4), 128), ((64, 1), 64)):
+        name = f"chunks, {heads[0]} heads by {heads[1]} of {size}"
+        yield _Named(name, Shape(rows, heads, size, gap=1), halves, True)
     yield _Named("wide heads", Shape([(4, 999), (600, 700)], (16, 4), 256), FLOATS, True)
     window = Shape([(1, 3999), (4, 900), (300, 3000)], (32, 8), 128, window=512)
     yield _Named("large window", window, halves, True)

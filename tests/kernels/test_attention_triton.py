@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments
+from paceline.kernels.gpu import is_hopper
+from paceline.kernels.triton_cases import TritonCase, check
+from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments, cases
 from tests.kernels.interpreted import run_interpreted
 
 SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
+PROMPTS = [c for c in cases() if any(word in c.name for word in ("prompt", "chunk", "mixed"))]
 WINDOW = 43  # the first query of row 0 sees the last key of a stretch, and its last query does not
 
 
@@ -87,10 +90,69 @@ def test_prompts_have_the_same_bits_however_they_are_cut_into_chunks_interpreted
 def test_prompts_have_the_same_bits_however_they_are_cut_into_chunks() -> None:
     check_chunks("cuda")
     check_chunks("cuda", window=100)
-    check_chunks("cuda", head_size=128)
+    check_chunks("cuda", heads=(3, 1))
+    # More tiles than multiprocessors.
+    check_chunks("cuda", heads=(32, 8), head_size=128)
 
 
-def check_chunks(device_name: str, window: int | None = None, head_size: int = 64) -> None:
+@pytest.mark.gpu
+def test_prompts_have_the_same_bits_by_the_kernel_of_other_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_no_hopper(monkeypatch)
+    check_chunks("cuda")
+    check_chunks("cuda", heads=(32, 8), head_size=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
+def test_the_kernel_of_other_gpus_agrees_with_the_reference_on_hopper(
+    case: TritonCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_no_hopper(monkeypatch)
+    for dtype in case.dtypes:
+        check(case, torch.device("cuda"), dtype)
+
+
+@pytest.mark.gpu
+def test_who_computes_prompts_on_hopper() -> None:
+    """What the copy engine cannot read is left to the kernel that reads everything."""
+    from paceline.kernels import attention_prefill_triton, attention_triton
+
+    device = torch.device("cuda")
+    if not is_hopper(device):
+        pytest.skip("made for another GPU")
+    from paceline.kernels import attention_prefill_hopper_triton
+
+    hoppers, all_others = attention_prefill_hopper_triton, attention_prefill_triton
+    for changes, dtype, expected in (
+        ({}, torch.bfloat16, hoppers),
+        ({"heads": (3, 1), "head_size": 64}, torch.float16, hoppers),
+        ({}, torch.float32, all_others),
+        ({"head_size": 96}, torch.bfloat16, all_others),
+        ({"page_size": 32}, torch.bfloat16, all_others),
+        ({"window": 20}, torch.bfloat16, all_others),
+    ):
+        shape = replace(Shape([(40, 40)], (4, 1), 128), **changes)
+        qkv_TD, key, value, batch, _ = arguments(shape)(device, dtype)
+        found = attention_triton.tiles_kernel(qkv_TD, key, value, batch)
+        assert found is expected.attend_tiles, (changes, dtype)
+
+
+def use_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.kernels import attention_triton
+
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("it is this GPU's anyway")
+    monkeypatch.setattr(attention_triton, "is_hopper", lambda device: False)
+
+
+def check_chunks(
+    device_name: str,
+    window: int | None = None,
+    heads: tuple[int, int] = (4, 1),
+    head_size: int = 64,
+) -> None:
     """Chunks begin anywhere within blocks; those of few entries read their own keys in the pages,
     others in qkv_TD, where they lie between NaN."""
     from paceline.kernels.attention_prefill_triton import MOST_FUSED_ROWS
@@ -99,7 +161,7 @@ def check_chunks(device_name: str, window: int | None = None, head_size: int = 6
     cuts = [(127, 500), (640, 700)]  # as many as an interpreter has time for
     if device_name == "cuda":
         cuts += [(0, 300), (300, 700), (100, 300)]
-    shape = Shape([(700, 700)], (4, 1), head_size, window=window)
+    shape = Shape([(700, 700)], heads, head_size, window=window)
     qkv_TD, key, value, batch, scale = arguments(shape)(torch.device(device_name), torch.float16)
     whole = paged_attention(qkv_TD, key, value, batch, scale)
     nan_TD = torch.full_like(qkv_TD[:150], float("nan"))
@@ -118,6 +180,6 @@ def check_chunks(device_name: str, window: int | None = None, head_size: int = 6
             found = paged_attention(part_TD, key, value, part, scale)[5 : 5 + count]
             assert torch.equal(found, whole[begin:end]), (begin, end, after)
             if len(part_TD) > MOST_FUSED_ROWS and window is None:
-                part_TD[5 : 5 + count, -2 * head_size :] *= 2
+                part_TD[5 : 5 + count, -2 * heads[1] * head_size :] *= 2
                 found = paged_attention(part_TD, key, value, part, scale)[5 : 5 + count]
                 assert not torch.equal(found, whole[begin:end]), "keys are read where they lie"

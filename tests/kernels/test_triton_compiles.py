@@ -88,14 +88,14 @@ def test_what_no_kernel_wrote_is_zero_while_kernels_are_only_compiled() -> None:
         assert (like.index_select(0, made[0][0]) == 7).all()
 
 
-AHEAD = """
+DRIVER = """
 import sys, threading
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver, jit
-from paceline.kernels import triton_ahead
-from paceline.kernels.norm_triton import rms_norm
+from paceline.kernels import gpu, triton_ahead
 
 made, ran = [], []
 
@@ -105,7 +105,7 @@ class Hopper:
     get_current_stream = staticmethod(lambda device=None: 0)
 
     class utils:
-        get_device_properties = staticmethod(lambda device: {"max_shared_mem": 1 << 17})
+        get_device_properties = staticmethod(lambda device: {"max_shared_mem": 227 << 10})
         load_binary = staticmethod(lambda *binary: (1, 1, 32, 0, 1024))
 
     @staticmethod
@@ -114,6 +114,11 @@ class Hopper:
         return lambda *launch: ran.append(launch)
 
 driver.set_active(Hopper())
+"""
+
+AHEAD = """
+from paceline.kernels.norm_triton import rms_norm
+
 asked, look_up = [], jit.get_cache_key
 jit.get_cache_key = lambda *of: asked.append(of) or look_up(*of)
 x_TD, weight_D = torch.ones(4, 64), torch.ones(64)
@@ -132,7 +137,47 @@ assert "torch._dynamo" not in sys.modules
 def test_a_kernel_is_looked_up_and_loaded_once_before_it_runs(tmp_path: Path) -> None:
     """And torch's own compiler, which takes seconds to import, stays out of it."""
     pytest.importorskip("triton")
-    done = run_program(AHEAD, tmp_path)
+    done = run_program(DRIVER + AHEAD, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PROMPTS = """
+gpu.is_hopper = lambda device: True
+from paceline.kernels import attention_triton
+from paceline.kernels.triton_cases_attention import Shape, arguments
+
+# Queries that the copy engine fetches and that it does not; with and without the step's own blocks.
+shapes = [Shape([(270, 300)], (4, 1), 128), Shape([(40, 150)], (3, 1), 64)]
+calls = [arguments(shape)(torch.device("cpu"), torch.bfloat16) for shape in shapes]
+for call in calls:
+    kernel = attention_triton.tiles_kernel(*call[:-1])
+    assert kernel.__module__.endswith("attention_prefill_hopper_triton"), kernel
+    attention_triton.GLUONS_TRITON = "another."
+    kernel = attention_triton.tiles_kernel(*call[:-1])
+    assert kernel.__module__.endswith("attention_prefill_triton"), kernel
+    attention_triton.GLUONS_TRITON = triton.__version__
+with triton_ahead.compiling_ahead():
+    for call in calls:
+        attention_triton.paged_attention(*call)
+num_made = len(made)
+assert num_made and threading.main_thread() not in made
+assert not ran
+for call in calls:
+    call[3].work = None
+    attention_triton.paged_attention(*call)
+assert len(made) == num_made, "the first launch finds everything"
+assert ran
+"""
+
+
+def test_prompts_compile_for_hopper_in_gluon(tmp_path: Path) -> None:
+    """Ahead, and by other threads, as all others; with another Triton it is left alone."""
+    triton = pytest.importorskip("triton")
+    from paceline.kernels.attention_triton import GLUONS_TRITON
+
+    if not triton.__version__.startswith(GLUONS_TRITON):
+        pytest.skip("written for another Gluon")
+    done = run_program(DRIVER + PROMPTS, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
