@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paceline.kernels.attention_work_triton import TILE_ROWS
 
+HEAD = gl.constexpr(128)  # numbers; with 64 the plain kernel is as fast, or faster (ADR 17)
 PAGE = gl.constexpr(16)
 BLOCK = gl.constexpr(128)  # KV positions at once
 ROWS = gl.constexpr(TILE_ROWS // 2)  # of a group: the fewest that a product of four warps has
@@ -88,7 +89,7 @@ def hold(x):
 
 
 @gluon.jit
-def load_queries(  # noqa: PLR0913
+def load_queries(
     query,
     qkv_TD,
     qkv_stride,
@@ -97,11 +98,10 @@ def load_queries(  # noqa: PLR0913
     head,
     num_queries,
     GROUP: gl.constexpr,
-    HEAD: gl.constexpr,
 ):
     """Where the copy engine cannot."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
-    at_entry, offset, inside = _rows_at(which, entry, head, num_queries, layout, GROUP, HEAD)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    at_entry, offset, inside = _rows_at(which, entry, head, num_queries, layout, GROUP)
     query.store(gl.load(qkv_TD + at_entry * qkv_stride + offset, mask=inside, other=0.0))
     fence_async_shared()
     gl.thread_barrier()
@@ -115,7 +115,6 @@ def _rows_at(
     num_queries,
     layout: gl.constexpr,
     GROUP: gl.constexpr,
-    HEAD: gl.constexpr,
 ):
     """A group's rows of a tile among entries: which, where within them, and whether they exist."""
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -126,10 +125,10 @@ def _rows_at(
 
 
 @gluon.jit
-def clear_values(value, num_valid, HEAD: gl.constexpr):
+def clear_values(value, num_valid):
     """Values behind the end are others', NaN perhaps, which no weight of 0 takes away: both groups
     write zeros over them, in any order; nobody reads one that it has not written."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     if num_valid < BLOCK:
         for i in gl.static_range(BLOCK // PAGE):
             if num_valid < (i + 1) * PAGE:
@@ -153,18 +152,16 @@ def store_result(  # noqa: PLR0913
     num_queries,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    HEAD: gl.constexpr,
 ):
     # Four threads hold 64 bytes of a row.
-    WIDE: gl.constexpr = [[0, 32], [0, 64]] if HEAD == 128 else [[0, 32]]
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]] + WIDE,  # noqa: RUF005
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
         [ROWS, HEAD],
     )
     out = scale_rows(result, 1.0 / total).to(out_TD.dtype.element_ty)
-    at_entry, offset, inside = _rows_at(which, entry, head, num_queries, layout, GROUP, HEAD)
+    at_entry, offset, inside = _rows_at(which, entry, head, num_queries, layout, GROUP)
     out_at = out_TD + at_entry * (KV_HEADS * GROUP * HEAD) + offset
     gl.store(out_at, gl.convert_layout(out, layout), mask=inside)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from paceline.kernels.attention import AttentionBatch, AttentionWork
 from paceline.kernels.attention_hopper_rows_triton import (
     BLOCK,
+    HEAD,
     PAGE,
     ROWS,
     clear_values,
@@ -57,7 +58,7 @@ def is_supported(qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: Atte
         is_hopper(qkv_TD.device)
         and qkv_TD.dtype in (torch.bfloat16, torch.float16)
         and qkv_TD.dtype == key_NSH.dtype == value_NSH.dtype
-        and head_size in (64, 128)
+        and head_size == HEAD.value
         and batch.page_size == PAGE.value
         and batch.group_size <= ROWS.value
         and not batch.window
@@ -98,7 +99,6 @@ def attend_tiles(
         *(batch.table_SP.stride(0), batch.table_SP.shape[1]),
         KV_HEADS=num_kv_heads,
         GROUP=batch.group_size,
-        HEAD=head_size,
         num_warps=4,
     )
 
@@ -135,12 +135,11 @@ def _prefill_hopper_kernel(  # noqa: PLR0913
     num_columns,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    HEAD: gl.constexpr,
 ):
     """Who does what. Shared memory is all that they have in common."""
-    queries = _make_ring(key_pages, GROUPS, ROWS, HEAD, 1)
-    keys = _make_ring(key_pages, STAGES, BLOCK, HEAD, GROUPS)
-    values = _make_ring(key_pages, STAGES, BLOCK, HEAD, GROUPS)
+    queries = _make_ring(key_pages, GROUPS, ROWS, 1)
+    keys = _make_ring(key_pages, STAGES, BLOCK, GROUPS)
+    values = _make_ring(key_pages, STAGES, BLOCK, GROUPS)
     fence_async_shared()
     gl.thread_barrier()
     rings = (queries, keys, values)
@@ -151,9 +150,9 @@ def _prefill_hopper_kernel(  # noqa: PLR0913
     IS_COPIED: gl.constexpr = query_blocks is not None
     gl.warp_specialize(
         [
-            (_attend, (0, attending, IS_COPIED, KV_HEADS, GROUP, HEAD)),
-            (_attend, (1, attending, IS_COPIED, KV_HEADS, GROUP, HEAD)),
-            (_fetch, (fetching, table, KV_HEADS, GROUP, HEAD)),
+            (_attend, (0, attending, IS_COPIED, KV_HEADS, GROUP)),
+            (_attend, (1, attending, IS_COPIED, KV_HEADS, GROUP)),
+            (_fetch, (fetching, table, KV_HEADS, GROUP)),
         ],
         [4, 1],
         [ATTENDING_REGISTERS, FETCHING_REGISTERS],
@@ -164,9 +163,7 @@ def _prefill_hopper_kernel(  # noqa: PLR0913
 
 
 @gluon.jit
-def _make_ring(
-    like, NUM: gl.constexpr, ROWS_EACH: gl.constexpr, HEAD: gl.constexpr, READERS: gl.constexpr
-):
+def _make_ring(like, NUM: gl.constexpr, ROWS_EACH: gl.constexpr, READERS: gl.constexpr):
     """Buffers, and for each: whether it is full, and whether all its readers are through."""
     buffers = gl.allocate_shared_memory(like.dtype, [NUM, ROWS_EACH, HEAD], like.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
@@ -203,7 +200,7 @@ def _item_at(turn):
 
 
 @gluon.jit
-def _fetch(fetching, table, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr):
+def _fetch(fetching, table, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Order everything that the others read, in their order, as soon as there is room."""
     work, rings, query_blocks, own_blocks, key_pages, value_pages = fetching
     tile_E8, num_items, length = work
@@ -232,17 +229,15 @@ def _fetch(fetching, table, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: g
         for i in range(num_blocks + 1):
             if i < num_blocks:
                 own_at = (own_row + i * BLOCK, own_column)
-                _fetch_block(
-                    *(i, count + i, keys, key_pages, pages, own_blocks, own_at, num_paged, HEAD)
-                )
+                _fetch_block(*(i, count + i, keys, key_pages, pages, own_blocks, own_at, num_paged))
             if i > 0:
                 own_at = (own_row + (i - 1) * BLOCK, own_column + KV_HEADS * HEAD)
                 _fetch_block(
                     *(i - 1, count + i - 1, values, value_pages, pages),
-                    *(own_blocks, own_at, num_paged, HEAD),
+                    *(own_blocks, own_at, num_paged),
                 )
             elif query_blocks is not None:
-                _fetch_queries(turn, queries, query_blocks, entry, head, GROUP, HEAD)
+                _fetch_queries(turn, queries, query_blocks, entry, head, GROUP)
         count += num_blocks
 
 
@@ -254,9 +249,7 @@ def _load_tile(tile_E8, index):
 
 
 @gluon.jit
-def _fetch_queries(
-    turn, queries, query_blocks, entry, head, GROUP: gl.constexpr, HEAD: gl.constexpr
-):
+def _fetch_queries(turn, queries, query_blocks, entry, head, GROUP: gl.constexpr):
     buffers, full, empty = queries
     for group in gl.static_range(GROUPS):
         buffer = buffers.index(group)._reinterpret(
@@ -270,9 +263,7 @@ def _fetch_queries(
 
 
 @gluon.jit
-def _fetch_block(  # noqa: PLR0913
-    block, count, ring, cache_pages, pages, own_blocks, own_at, num_paged, HEAD: gl.constexpr
-):
+def _fetch_block(block, count, ring, cache_pages, pages, own_blocks, own_at, num_paged):
     """Keys or values of a block, once all have read what was in the buffer before."""
     buffers, full, empty = ring
     table, last_column, first_slot = pages
@@ -318,7 +309,6 @@ def _attend(
     IS_COPIED: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    HEAD: gl.constexpr,
 ):
     """A group's half of the rows of every tile."""
     work, rings, qkv_TD, qkv_stride, out_TD, scale = attending
@@ -344,7 +334,7 @@ def _attend(
         if IS_COPIED:
             mbarrier.wait(query_full.index(which), turn & 1)
         else:
-            load_queries(*(query, qkv_TD, qkv_stride, which, entry, head, num_queries, GROUP, HEAD))
+            load_queries(*(query, qkv_TD, qkv_stride, which, entry, head, num_queries, GROUP))
         seen = (query, position, scale, keys, values)
         state = _weigh_first(seen, count)
         result = gl.zeros([ROWS, HEAD], gl.float32, result_layout)
@@ -354,9 +344,9 @@ def _attend(
             mbarrier.arrive(query_empty.index(which), count=1)
         count += num_blocks
         num_valid = end - (num_blocks - 1) * BLOCK
-        result = _add_last(result, state, values, count - 1, num_valid, HEAD)
+        result = _add_last(result, state, values, count - 1, num_valid)
         _, _, _, total = state
-        store_result(out_TD, result, total, which, entry, head, num_queries, KV_HEADS, GROUP, HEAD)
+        store_result(out_TD, result, total, which, entry, head, num_queries, KV_HEADS, GROUP)
 
 
 @gluon.jit
@@ -412,14 +402,14 @@ def _walk(begin, end, result, state, seen, count, IS_MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _add_last(result, state, values, count, num_valid, HEAD: gl.constexpr):
+def _add_last(result, state, values, count, num_valid):
     """The values of the last block."""
     weights, keep, _, _ = state
     buffers, full, empty = values
     slot, parity = _place(count)
     mbarrier.wait(full.index(slot), parity)
     value = buffers.index(slot)
-    clear_values(value, num_valid, HEAD)
+    clear_values(value, num_valid)
     weight = unpack(weights, buffers.dtype, result)
     result = warpgroup_mma(weight, value, scale_rows(result, keep), is_async=True)
     result = warpgroup_mma_wait(0, deps=[result])

@@ -89,7 +89,7 @@ def _mixed_shapes() -> Iterator[_Named]:
     # within a block, at its first and at its last position; they end with qkv_TD or before a gap.
     halves = (torch.float16, torch.bfloat16)
     rows = [(90, 133), (70, 70), DEAD, (20, 31), (1, 70), (130, 258)]
-    yield _Named("chunks of a large step", Shape(rows, (2, 1), 64), halves)
+    yield _Named("chunks of a large step", Shape(rows, (2, 1), 128), halves)
     rows = [(100, 227), (40, 40), (150, 413)]
     yield _Named("chunks of a large step, gaps", Shape(rows, (4, 1), 128, gap=3), halves)
     rows = [(200, 263), (64, 65)]
@@ -99,7 +99,7 @@ def _mixed_shapes() -> Iterator[_Named]:
     rows = [(50, 211), (33, 33), (1, 70), DEAD, (20, 149)]
     yield _Named("chunks of a small step, no group", Shape(rows, (1, 1), 128, gap=2), halves)
     rows = [(40, 300), (18, 18), (3, 40)]
-    yield _Named("chunks of a small step, group of 8", Shape(rows, (8, 1), 64), halves)
+    yield _Named("chunks of a small step, group of 8", Shape(rows, (8, 1), 128), halves)
 
 
 def _windows() -> Iterator[_Named]:
@@ -128,9 +128,9 @@ def _large_shapes() -> Iterator[_Named]:
         yield _Named(f"{name} prompt", Shape([(2048, 2048)], heads, size), halves, True)
     # Groups that fill tiles and that do not; chunks that begin anywhere.
     rows = [(300, 1001), (129, 129), (17, 2000), (1, 900), DEAD, (700, 915), (4, 77)]
-    for heads, size in (((8, 8), 64), ((16, 2), 128), ((14, 2), 64), ((20, 4), 128), ((64, 1), 64)):
-        name = f"chunks, {heads[0]} heads by {heads[1]} of {size}"
-        yield _Named(name, Shape(rows, heads, size, gap=1), halves, True)
+    for heads in ((8, 8), (9, 3), (16, 2), (14, 2), (20, 4), (64, 1)):
+        name = f"chunks, {heads[0]} heads by {heads[1]}"
+        yield _Named(name, Shape(rows, heads, 128, gap=1), halves, True)
     yield _Named("wide heads", Shape([(4, 999), (600, 700)], (16, 4), 256), FLOATS, True)
     window = Shape([(1, 3999), (4, 900), (300, 3000)], (32, 8), 128, window=512)
     yield _Named("large window", window, halves, True)

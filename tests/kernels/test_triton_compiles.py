@@ -147,7 +147,7 @@ from paceline.kernels import attention_triton
 from paceline.kernels.triton_cases_attention import Shape, arguments
 
 # Queries that the copy engine fetches and that it does not; with and without the step's own blocks.
-shapes = [Shape([(270, 300)], (4, 1), 128), Shape([(40, 150)], (3, 1), 64)]
+shapes = [Shape([(270, 300)], (4, 1), 128), Shape([(40, 150)], (3, 1), 128)]
 calls = [arguments(shape)(torch.device("cpu"), torch.bfloat16) for shape in shapes]
 for call in calls:
     kernel = attention_triton.tiles_kernel(*call[:-1])
