@@ -62,7 +62,7 @@ RUNS = (
     *(_engines(f"load-{case}", case, 75, "--load") for case in VLLM_LOAD),
     Run("start", ("l8,sm-eagle",), 120, "start_up"),
     _engines("sync", "sm,sm-eagle,l8,l8-eagle", 150, "--sync", "--bs", "1,64"),
-    _engines("long", "sm,l8", 100, "--prompt", "4000", "--bs", "1,8,32"),
+    *(_engines(f"long-{c}", c, 75, "--prompt", "4000", "--bs", "1,8,32") for c in ("sm", "l8")),
     Run("mixed-sm", ("sm",), 40, "mixed_tpot"),
     _engines("wide", "sm", 40, "--bs", "256"),
     _engines("spread", "q30", 75),
