@@ -1,6 +1,6 @@
 """Which kernels a step spends its time in: one engine in this process, under torch's profiler.
 
-usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--steps 10]
+usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--sampled]
 
 The same cases as bench_engines. Times are of the device, per step, summed up by kernel; kernels of
 a replayed graph are seen one by one; a dependent kernel's time holds its wait for the one in front.
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm", type=int, default=20, help="turns before; 3: prompts are seen")
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.8 and top_p 0.95")
     parser.add_argument("--top", type=int, default=25, help="kernels to show")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -76,8 +77,11 @@ Rows = list[dict[str, Any]]
 def profile(engine: Engine, case: str, batch: int, args: argparse.Namespace) -> tuple[Rows, Rows]:
     """Kernels by the time that they take in a step, and by that for which nothing ran before."""
     rng, vocab_size = random.Random(0), CASES[case].vocab_size
+    temperature, top_p = (0.8, 0.95) if args.sampled else (0.0, 1.0)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, max_tokens=512, ignore_eos=True, seed=0
+    )
     for uid in range(1, batch + 1):
-        params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, seed=0)
         engine.add(EngineRequest(uid, random_prompt(rng, vocab_size, args.prompt), params))
     for _ in range(args.warm):
         engine.turn()
