@@ -23,6 +23,7 @@ from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
 from paceline.engine.launch import DEFAULT_FACTORY
 from paceline.engine.messages import StepTimes
+from paceline.kernels.gpu import is_hopper
 from paceline.parallel.groups import Backend
 from paceline.parallel.placement import LONE_SEAT, Seat, layout_of
 from paceline.runner.startup_cuda import build_fixed_runner
@@ -131,3 +132,14 @@ def knows_family(name: str) -> bool:
         return find_spec(f"transformers.models.{name}") is not None
     except ModuleNotFoundError:
         return True  # there is none: the test itself will say so
+
+
+def has_gluon_kernels() -> bool:
+    """Whether this GPU and its Triton are those that kernels in Gluon were written for."""
+    if IS_REHEARSAL or not is_hopper(torch.device(DEVICE)):
+        return False
+    import triton
+
+    from paceline.kernels.attention_triton import GLUONS_TRITON
+
+    return bool(triton.__version__.startswith(GLUONS_TRITON))

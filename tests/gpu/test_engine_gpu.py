@@ -13,13 +13,18 @@ import torch
 
 from paceline import SamplingParams
 from paceline.checkpoint.default_model import default_model_path
-from paceline.kernels.gpu import is_hopper
 from tests.e2e.engines import NGRAM, draft_model, head, run, tokens
 from tests.e2e.ladder import AXES, PROMPTS, Rung, Workshop, pairwise
 from tests.e2e.loop import add_all, request
 from tests.e2e.test_ladder import check
 from tests.gpu.conftest import LONG, LongModel
-from tests.gpu.engines import DEVICE, IS_REHEARSAL, gpu_engine, never_synchronising, open_llm
+from tests.gpu.engines import (
+    DEVICE,
+    gpu_engine,
+    has_gluon_kernels,
+    never_synchronising,
+    open_llm,
+)
 from tests.tiny import VOCAB, make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -200,8 +205,8 @@ def test_kernels_that_only_large_models_meet_compute_long_prompts(
 
 
 def used_on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether each kernel that only Hopper has was launched; empty on other devices."""
-    if IS_REHEARSAL or not is_hopper(torch.device(DEVICE)):
+    """Whether each kernel that only Hopper has was launched; empty where there are none."""
+    if not has_gluon_kernels():
         return {}
     from paceline.kernels import attention_prefill_hopper_triton, gemv_gated_triton
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.gpu import is_hopper
 from paceline.kernels.triton_cases import TritonCase, check
 from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments, cases
+from tests.gpu.engines import has_gluon_kernels
 from tests.kernels.interpreted import run_interpreted
 
 SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
@@ -119,10 +119,11 @@ def test_who_computes_prompts_on_hopper() -> None:
     """What the copy engine cannot read is left to the kernel that reads everything."""
     from paceline.kernels import attention_prefill_triton, attention_triton
 
-    device = torch.device("cuda")
-    if not is_hopper(device):
-        pytest.skip("made for another GPU")
+    if not has_gluon_kernels():
+        pytest.skip("made for another GPU, or another Triton")
     from paceline.kernels import attention_prefill_hopper_triton
+
+    device = torch.device("cuda")
 
     hoppers, all_others = attention_prefill_hopper_triton, attention_prefill_triton
     for changes, dtype, expected in (
@@ -142,7 +143,7 @@ def test_who_computes_prompts_on_hopper() -> None:
 def use_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.kernels import attention_triton
 
-    if not is_hopper(torch.device("cuda")):
+    if not has_gluon_kernels():
         pytest.skip("it is this GPU's anyway")
     monkeypatch.setattr(attention_triton, "is_hopper", lambda device: False)
 
