@@ -18,6 +18,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
+from paceline.engine.launch import EngineProcess
 from paceline.errors import CheckpointError, ConfigError, EngineDead
 from tests.engine.echo_client import (
     FACTORY,
@@ -45,6 +46,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
+from paceline.engine.launch import EngineProcess
 from tests.engine.echo_client import FACTORY, echo_front, run
 
 def say(stage, fraction):
@@ -400,14 +402,21 @@ def test_an_error_while_loading_on_one_rank_names_it_and_keeps_its_type() -> Non
     assert set(members(*ours)) <= set(before)
 
 
-def test_a_rank_that_dies_while_loading_is_an_error_and_no_hang() -> None:
+def test_a_rank_that_dies_while_loading_is_an_error_and_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = EngineConfig.from_keywords(model="load_s=60", **DP2)
+    ranks: list[EngineProcess] = []
+    start_one = EngineProcess.__init__
+
+    def start_and_remember(rank: EngineProcess, *arguments: Any) -> None:
+        start_one(rank, *arguments)
+        ranks.append(rank)
 
     def kill_one(stage: str, fraction: float) -> None:
-        children = Path("/proc/self/task").glob("*/children")
-        pids = sorted(int(pid) for c in children for pid in c.read_text().split())
-        os.kill(pids[-1], signal.SIGKILL)
+        ranks[1].kill()
 
+    monkeypatch.setattr(EngineProcess, "__init__", start_and_remember)
     started = time.monotonic()
     with pytest.raises(EngineDead, match=r"could not start: rank 1 \(replica 1\): .*SIGKILL"):
         EngineClient.start(config, factory=FACTORY, front=echo_front(), progress=kill_one)

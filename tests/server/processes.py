@@ -60,9 +60,9 @@ class Process:
         return self.popen.stdout.readline().strip()
 
     def find_engine(self, num_ranks: int = 1) -> None:
+        # In the order in which they were started: numbers begin again when they are used up.
         children = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
         self.engine_pids = [int(pid) for c in children for pid in c.read_text().split()]
-        self.engine_pids.sort()
         assert len(self.engine_pids) == num_ranks
 
     def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
