@@ -1,4 +1,4 @@
-"""Times the Triton kernels of a decoder layer on the GPU, at the sizes of two models.
+"""Times the Triton kernels of a decoder layer and of a draw on the GPU, at the sizes of two models.
 
 Calls are captured in one graph, as a step holds them, over so many sets of buffers that the cache
 keeps none of them. Prints microseconds a call and the share of the GPU's memory or matrix rate.
@@ -23,6 +23,9 @@ from paceline.kernels.attention_triton import paged_attention, prepare_attention
 from paceline.kernels.gemv import Product
 from paceline.kernels.norm_triton import add_rms_norm, rms_norm
 from paceline.kernels.rope_triton import place_heads
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling import SlotKnobs
+from paceline.kernels.sampling_triton import draw
 
 MEMORY_RATE = 4.8e12  # an H200's, by its datasheet
 COLD_BYTES = 250e6  # several times the cache
@@ -215,6 +218,42 @@ def gate_up_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]
         yield Cell("linear_silu", label, make, num_bytes, num_operations)
 
 
+def draw_cells(vocab_size: int, num_rows: int, dtype: torch.dtype) -> Iterator[Cell]:
+    """A token for each row, out of logits as flat as a random model's and as steep as a real one's.
+
+    The noise of every set is another: how long a draw takes depends on who wins.
+    """
+    slot_B = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    none_B0 = slot_B.new_empty(num_rows, 0)
+    num_bytes = num_rows * vocab_size * dtype.itemsize
+
+    def full(value: float, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((num_rows,), value, dtype=of, device=DEVICE)
+
+    for name, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("all", 0.8, 0, 1.0),
+        ("top_p", 0.8, 0, 0.95),
+        ("top_k", 0.8, 50, 1.0),
+        ("both", 0.6, 20, 0.95),
+    ):
+        seed_S2 = torch.stack((slot_B, slot_B), 1)
+        numbers = (full(temperature), full(top_k, torch.int32), full(top_p), full(0.0))
+        knobs = SlotKnobs(*numbers, seed_S2)
+        for kind, spread in (("flat", 0.7), ("steep", 4.0)):
+
+            def make(num_sets: int, knobs: SlotKnobs = knobs, spread: float = spread) -> list[Any]:
+                logits = torch.empty(num_sets, num_rows, vocab_size, device=DEVICE, dtype=dtype)
+                logits.normal_(std=spread)
+                rows = (
+                    WindowRows(slot_B, torch.ones_like(slot_B), full(n, torch.int32), none_B0)
+                    for n in range(num_sets)
+                )
+                return [partial(draw, x, r, knobs) for x, r in zip(logits, rows, strict=True)]
+
+            yield Cell("draw", f"{num_rows} x {vocab_size}, {name}, {kind}", make, num_bytes)
+
+
 def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
     for model in MODELS:
         for length in (300, 4000):
@@ -234,6 +273,9 @@ def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
     yield prepare_cell(MODELS[1], 1, 300)
     yield prepare_cell(MODELS[1], 64, 4000)
     yield prepare_cell(MODELS[1], 256, 300)
+    for vocab_size in (49152, 128256):
+        for num_rows in (1, 64, 256):
+            yield from draw_cells(vocab_size, num_rows, dtype)
 
 
 def microseconds(cell: Cell, repeats: int = 5) -> float:

@@ -1,7 +1,7 @@
 """The last part of `sampling_thresholds_triton`: a row's exact cut, between two values around it.
 
 The few values between are gathered and searched; where too many lie close together for that, the
-row itself is walked in every round. A row whose winner was drawn too early is drawn again.
+row itself is walked in every round.
 
 Shape letters: N logits rows, S slots, V vocabulary, L values that are gathered.
 """
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.rng_triton import SAMPLE, stream_key
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
 from paceline.kernels.sampling_chunks_triton import (
@@ -21,27 +20,23 @@ from paceline.kernels.sampling_chunks_triton import (
     ordered_bits,
     sharpness,
 )
-from paceline.kernels.sampling_race_triton import race
-from paceline.kernels.sampling_thresholds_triton import CUT, OPEN, UNSURE, Cuts
+from paceline.kernels.sampling_thresholds_triton import CUT, OPEN, Cuts
 
 # Masses are whole numbers of this part of the best token's, so that their sum does not depend on
 # the order in which programs gathered them.
 _FIXED_POINT = tl.constexpr(float(2**40))
 _STEP = 2048  # of gathering: scattered stores take many registers
-_WALKED = 1024
+WALKED = 1024
 
 
-def finish_cuts(
-    logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, cuts: Cuts, *, is_drawn: bool
-) -> None:
-    """Thresholds and masses of OPEN rows; once all are drawn, of UNSURE ones, and their tokens."""
+def finish_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, cuts: Cuts) -> None:
+    """Thresholds and masses of OPEN rows."""
     num_rows, vocab_size = logits_NV.shape
     gathered = cuts.gathered_NL.shape[1]
     step = min(_STEP, triton.next_power_of_2(vocab_size))
     num_steps = triton.cdiv(vocab_size, step)
-    state = UNSURE.value if is_drawn else OPEN.value
     _gather_kernel[(num_rows * num_steps,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size, cuts.state_N, state, cuts.bracket_N4),
+        *(logits_NV, logits_NV.stride(0), vocab_size, cuts.state_N, cuts.bracket_N4),
         *(cuts.gathered_NL, cuts.num_gathered_N),
         STEP=step,
         NUM_STEPS=num_steps,
@@ -49,26 +44,23 @@ def finish_cuts(
         num_warps=NUM_WARPS,
     )
     _search_kernel[(num_rows,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size, rows.slot_B, rows.length_B, rows.width),
+        *(logits_NV, logits_NV.stride(0), vocab_size, rows.slot_B, rows.width),
         *(knobs.temperature_S, knobs.top_k_S, knobs.top_p_S),
-        *(knobs.seed_S2, knobs.seed_S2.stride(0)),
-        *(cuts.state_N, state, cuts.best_N, cuts.threshold_N, cuts.sure_N, cuts.mass_N),
+        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N),
         *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
-        *(cuts.gathered_NL, cuts.num_gathered_N, cuts.token_N),
-        IS_DRAWN=is_drawn,
+        *(cuts.gathered_NL, cuts.num_gathered_N),
         GATHERED=gathered,
-        WALKED=min(_WALKED, step),
+        WALKED=min(WALKED, step),
         num_warps=NUM_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=["wanted_state"])
+@triton.jit
 def _gather_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
     vocab_size,
     state_N,
-    wanted_state,
     bracket_N4,
     gathered_NL,
     num_gathered_N,
@@ -77,7 +69,7 @@ def _gather_kernel(  # noqa: PLR0913
     GATHERED: tl.constexpr,
 ):
     row, step = tl.program_id(0) // NUM_STEPS, tl.program_id(0) % NUM_STEPS
-    if tl.load(state_N + row) != wanted_state:
+    if tl.load(state_N + row) != OPEN:
         return
     low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
     low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
@@ -94,37 +86,30 @@ def _gather_kernel(  # noqa: PLR0913
         tl.store(gathered_L + at, logit, enclosed & (at < GATHERED))
 
 
-@triton.jit(do_not_specialize=["width", "wanted_state"])
+@triton.jit(do_not_specialize=["width"])
 def _search_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
     vocab_size,
     slot_B,
-    length_B,
     width,
     temperature_S,
     top_k_S,
     top_p_S,
-    seed_S2,
-    seed_stride,
     state_N,
-    wanted_state,
     best_N,
     threshold_N,
-    sure_N,
     mass_N,
     bracket_N4,
     bracket_mass_N4,
     above_N,
     gathered_NL,
     num_gathered_N,
-    token_N,
-    IS_DRAWN: tl.constexpr,
     GATHERED: tl.constexpr,
     WALKED: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if tl.load(state_N + row) != wanted_state:
+    if tl.load(state_N + row) != OPEN:
         return
     slot = tl.load(slot_B + row // width)
     temperature, best = tl.load(temperature_S + slot), tl.load(best_N + row)
@@ -146,37 +131,8 @@ def _search_kernel(  # noqa: PLR0913
         walked = (logits_V, vocab_size, best, sharp)
         threshold, mass = _cut(walked, ends, mass_4, missing, top_p, WALKED)
     tl.store(threshold_N + row, threshold)
-    tl.store(sure_N + row, threshold)
     tl.store(mass_N + row, mass.to(tl.float32))
     tl.store(state_N + row, CUT)
-    if IS_DRAWN:  # noqa: SIM102
-        # The winner among more tokens than are kept is the winner, if it is kept itself.
-        if tl.load(logits_V + tl.load(token_N + row)).to(tl.float32) < threshold:
-            position = tl.load(length_B + row // width) + row % width
-            seed = seed_S2 + slot * seed_stride
-            key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, SAMPLE)
-            token = _draw_again(
-                *(logits_V, vocab_size, threshold, temperature, key_1, key_2), WALKED
-            )
-            tl.store(token_N + row, token)
-
-
-@triton.jit
-def _draw_again(logits_V, vocab_size, threshold, temperature, key_1, key_2, WALKED: tl.constexpr):
-    best = float("-inf")
-    token = 0
-    start = 0
-    while start < vocab_size:
-        place = start + tl.arange(0, WALKED)
-        logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-        if tl.max(logit) >= threshold:
-            score, found = race(
-                logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
-            )
-            token = tl.where(score > best, found, token)
-            best = tl.maximum(score, best)
-        start += WALKED
-    return token
 
 
 @triton.jit
@@ -184,12 +140,12 @@ def _cut(source, ends, mass_4, missing, top_p, WALKED: tl.constexpr):
     """The row's threshold, and the mass at or above it."""
     low_k, high_k, low_p, high_p = ends
     missing = tl.cast(missing, tl.int64)
-    cut, mass = _highest_covering(source, low_k, high_k, missing, WALKED, False)
+    cut, mass = highest_covering(source, low_k, high_k, missing, WALKED, False)
     mass = tl.where(cut == low_k, tl.load(mass_4), tl.load(mass_4 + 1) + mass)
     if top_p < 1:
         above = tl.load(mass_4 + 3)
         missing = tl.ceil((top_p * mass - above) * _FIXED_POINT).to(tl.int64)
-        found, mass_p = _highest_covering(source, low_p, high_p, missing, WALKED, True)
+        found, mass_p = highest_covering(source, low_p, high_p, missing, WALKED, True)
         # Rounding must not undo what top_k cut.
         is_lower = found < cut
         mass_p = tl.where(found == low_p, tl.load(mass_4 + 2), above + mass_p)
@@ -199,7 +155,7 @@ def _cut(source, ends, mass_4, missing, top_p, WALKED: tl.constexpr):
 
 
 @triton.jit
-def _highest_covering(source, low, high, missing, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
+def highest_covering(source, low, high, missing, WALKED: tl.constexpr, BY_MASS: tl.constexpr):
     """The highest value in (low, high) such that [value, high) holds what is `missing`, else `low`.
 
     Also the mass that [value, high) holds. Rounds aim by interpolation and halve in turn; each

@@ -1,12 +1,12 @@
-"""Where min_p, top_k and top_p cut each row, without sorting it: five kernels around a draw.
+"""Where min_p, top_k and top_p cut each row, without sorting it: five kernels.
 
+For those who must know the mass that is kept; a mere draw does without (`sampling_draw_triton`).
 `survey` finds the best token and the total mass, `guess` tries from a sample of the row to tell a
 few values around the cut, `weigh` counts and weighs exactly what lies above each of them. Then the
-cut is known but for the few values between two of them. A draw needs no more if its winner is not
-among those; where it is, or where the mass that is kept must be known, `gather` collects them and
-`search` finds the cut itself. A bad guess costs time, no token. All compare logits as they are: a
-temperature changes masses, not the order. Float sums run in an order that the vocabulary alone
-decides, the others are integers.
+cut is known but for the few values between two of them: `gather` collects those and `search` finds
+the cut itself. A bad guess costs time, no token. All compare logits as they are: a temperature
+changes masses, not the order. Float sums run in an order that the vocabulary alone decides, the
+others are integers.
 
 Shape letters: B rows, W window positions, N = B * W logits rows, V vocabulary, S slots, C chunks
 of a row, G values that are tried, L values that are gathered.
@@ -38,7 +38,6 @@ from paceline.kernels.sampling_guess_triton import guess
 SETTLED = tl.constexpr(0)  # nobody looks, or greedy, or broken: its token stands
 CUT = tl.constexpr(1)  # its threshold
 OPEN = tl.constexpr(2)  # values around its threshold
-UNSURE = tl.constexpr(3)  # and its winner lies between them
 
 TRIED = 16
 GATHERED = 4096
@@ -51,10 +50,9 @@ class Cuts(NamedTuple):
 
     token_N: Tensor  # int32: the best one
     bad_N: Tensor  # bool
-    state_N: Tensor  # int32: SETTLED, CUT, OPEN or UNSURE
+    state_N: Tensor  # int32: SETTLED, CUT or OPEN
     best_N: Tensor  # float32: the best logit
     threshold_N: Tensor  # float32: no token with a logit below it is kept
-    sure_N: Tensor  # float32: every token with a logit at or above it is kept
     mass_N: Tensor  # float32: sum of exp((logit - best) / T): of all, then of kept tokens
     part_value_NC: Tensor  # float32
     part_index_NC: Tensor  # int32
@@ -80,7 +78,6 @@ class Cuts(NamedTuple):
             state_N=new(dtype=i32),
             best_N=new(),
             threshold_N=new(),
-            sure_N=new(),
             mass_N=new(),
             part_value_NC=new(parts),
             part_index_NC=new(parts, dtype=i32),
@@ -96,7 +93,7 @@ class Cuts(NamedTuple):
         )
 
 
-def begin_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, *, with_mass: bool) -> Cuts:
+def begin_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs) -> Cuts:
     """The best token of each row, whether it is unusable, and two values around its threshold."""
     num_rows, vocab_size = logits_NV.shape
     assert num_rows <= MOST_ROWS
@@ -115,9 +112,9 @@ def begin_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, *, with_ma
         "num_warps": NUM_WARPS,
     }
     _survey_kernel[grid](
-        *(*where, rows.width_B, *filters, knobs.min_p_S, ticket_N, int(with_mass)),
+        *(*where, rows.width_B, *filters, knobs.min_p_S, ticket_N),
         *(cuts.token_N, cuts.bad_N.view(torch.int8), cuts.state_N, cuts.best_N),
-        *(cuts.threshold_N, cuts.sure_N, cuts.mass_N, cuts.tried_NG, cuts.num_gathered_N),
+        *(cuts.threshold_N, cuts.mass_N, cuts.tried_NG, cuts.num_gathered_N),
         *(cuts.part_value_NC, cuts.part_index_NC, cuts.part_mass_NC),
         **sizes,
     )
@@ -132,13 +129,12 @@ def begin_cuts(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, *, with_ma
     _weigh_kernel[grid](
         *(*where, *filters, ticket_N, cuts.state_N, cuts.best_N, cuts.tried_NG),
         *(cuts.count_NCG, cuts.mass_NCG, cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
-        *(cuts.threshold_N, cuts.sure_N, cuts.mass_N),
         **sizes,
     )
     return cuts
 
 
-@triton.jit(do_not_specialize=["width", "with_mass"])
+@triton.jit(do_not_specialize=["width"])
 def _survey_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
@@ -151,13 +147,11 @@ def _survey_kernel(  # noqa: PLR0913
     top_p_S,
     min_p_S,
     ticket_N,
-    with_mass,
     token_N,
     bad_N,
     state_N,
     best_N,
     threshold_N,
-    sure_N,
     mass_N,
     tried_NG,
     num_gathered_N,
@@ -187,10 +181,8 @@ def _survey_kernel(  # noqa: PLR0913
     best, token = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     token += chunk * CHUNK
     # Against its own best, if that is a number: the row's is not known yet.
-    mass = 0.0
-    if (top_p < 1) | (with_mass > 0):
-        base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
-        mass = tl.sum(tl.exp2((logit - base) * sharp))
+    base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
+    mass = tl.sum(tl.exp2((logit - base) * sharp))
     part = row * NUM_CHUNKS + chunk
     if NUM_CHUNKS > 1:
         tl.store(part_value_NC + part, best)
@@ -208,7 +200,7 @@ def _survey_kernel(  # noqa: PLR0913
             mass = tl.sum(masses * tl.exp2((values - best) * sharp))
         is_bad = (best == float("inf")) | (best == float("-inf"))
         is_drawn = (temperature > 0) & (is_bad == 0)
-        is_open = (top_k > 0) & (top_k < vocab_size) | (top_p < 1) | (min_p > 0) & (with_mass > 0)
+        is_open = (top_k > 0) & (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
         # A threshold must never pass the best token, whatever rounding did.
         low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-37)), best)
         low = tl.where(min_p > 0, low, float("-inf"))
@@ -218,7 +210,6 @@ def _survey_kernel(  # noqa: PLR0913
         tl.store(best_N + row, best)
         tl.store(state_N + row, state)
         tl.store(threshold_N + row, low)
-        tl.store(sure_N + row, low)
         tl.store(mass_N + row, mass)
         tl.store(tried_NG + row * TRIED, low)
         tl.store(num_gathered_N + row, 0)
@@ -276,9 +267,6 @@ def _weigh_kernel(  # noqa: PLR0913
     bracket_N4,
     bracket_mass_N4,
     above_N,
-    threshold_N,
-    sure_N,
-    mass_N,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -319,14 +307,11 @@ def _weigh_kernel(  # noqa: PLR0913
         masses = tl.load(mass_NCG + at, is_part, other=0.0, cache_modifier=".cg")
         mass = tl.sum(masses.to(tl.float64), 0)
         values = tl.load(tried_NG + row * TRIED + tried, tried < num_tried, other=float("inf"))
-        low, high = _enclose(
+        _enclose(
             *(values, count, mass, tl.where(is_limited, top_k, 0), top_p.to(tl.float64)),
             *(bracket_N4 + row * 4, bracket_mass_N4 + row * 4, above_N + row),
             TRIED,
         )
-        tl.store(threshold_N + row, low)
-        tl.store(sure_N + row, high)
-        tl.store(mass_N + row, tl.sum(tl.where(tried == 0, mass, 0.0)).to(tl.float32))
 
 
 @triton.jit
@@ -343,7 +328,7 @@ def _enclose(  # noqa: PLR0913
 ):
     """Of the values tried: the last that keeps enough and the first that does not, for both cuts.
 
-    A bracket whose two ends are equal is empty: its cut is known. Returns that of the whole cut.
+    A bracket whose two ends are equal is empty: its cut is known.
     """
     is_first = tl.arange(0, TRIED) == 0
     low = tl.sum(tl.where(is_first, value, 0.0))
@@ -373,4 +358,3 @@ def _enclose(  # noqa: PLR0913
     tl.store(bracket_mass_4 + 1, mass_high_k)
     tl.store(bracket_mass_4 + 2, mass_low_p)
     tl.store(bracket_mass_4 + 3, mass_high_p)
-    return tl.where(is_nucleus, low_p, low_k), tl.where(is_nucleus, high_p, high_k)

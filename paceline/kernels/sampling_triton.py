@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.rng_triton import DRAFT, SAMPLE, stream_key
+from paceline.kernels.rng_triton import DRAFT, stream_key
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling import SlotKnobs
 from paceline.kernels.sampling_chunks_triton import (
@@ -27,9 +27,12 @@ from paceline.kernels.sampling_chunks_triton import (
     sharpness,
     tickets,
 )
+from paceline.kernels.sampling_draw_triton import draw
 from paceline.kernels.sampling_race_triton import race
 from paceline.kernels.sampling_search_triton import finish_cuts
-from paceline.kernels.sampling_thresholds_triton import SETTLED, UNSURE, Cuts, begin_cuts
+from paceline.kernels.sampling_thresholds_triton import SETTLED, begin_cuts
+
+__all__ = ["draft", "draw", "greedy"]
 
 
 def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,14 +57,6 @@ def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return token_N, bad_N
 
 
-def draw(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs) -> tuple[Tensor, Tensor]:
-    cuts = begin_cuts(logits_NV, rows, knobs, with_mass=False)
-    _draw(logits_NV, rows, knobs, cuts, None, SAMPLE.value)
-    # Few rows draw a token that may be cut; the others' cuts are nobody's business.
-    finish_cuts(logits_NV, rows, knobs, cuts, is_drawn=True)
-    return cuts.token_N, cuts.bad_N
-
-
 def draft(
     logits_BV: Tensor,
     slot_B: Tensor,
@@ -72,42 +67,27 @@ def draft(
 ) -> Tensor:
     none_B0 = slot_B.new_empty((len(slot_B), 0))
     rows = WindowRows(slot_B, _ones(slot_B.device)[: len(slot_B)], position_B, none_B0)
-    cuts = begin_cuts(logits_BV, rows, knobs, with_mass=True)
-    finish_cuts(logits_BV, rows, knobs, cuts, is_drawn=False)
-    _draw(logits_BV, rows, knobs, cuts, prob_SKV[:, j], DRAFT.value)
+    cuts = begin_cuts(logits_BV, rows, knobs)
+    finish_cuts(logits_BV, rows, knobs, cuts)
+    num_rows, vocab_size = logits_BV.shape
+    split = Split.of(vocab_size)
+    _draft_kernel[(num_rows * split.num_chunks,)](
+        *(logits_BV, logits_BV.stride(0), vocab_size, slot_B, position_B),
+        *(knobs.temperature_S, knobs.seed_S2, knobs.seed_S2.stride(0), tickets(logits_BV.device)),
+        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N, cuts.token_N),
+        *(cuts.bad_N.view(torch.int8), cuts.part_value_NC, cuts.part_index_NC),
+        *(prob_SKV[:, j], prob_SKV.stride(0)),
+        CHUNK=split.chunk,
+        NUM_CHUNKS=split.num_chunks,
+        PARTS=split.parts,
+        num_warps=NUM_WARPS,
+    )
     return cuts.token_N
 
 
 @cache
 def _ones(device: torch.device) -> Tensor:
     return kept_tensor(1, MOST_ROWS, device=device)
-
-
-def _draw(
-    logits_NV: Tensor,
-    rows: WindowRows,
-    knobs: SlotKnobs,
-    cuts: Cuts,
-    prob_SV: Tensor | None,
-    domain: int,
-) -> None:
-    """Overwrite the tokens of `cuts` where a row is drawn."""
-    num_rows, vocab_size = logits_NV.shape
-    split = Split.of(vocab_size)
-    _draw_kernel[(num_rows * split.num_chunks,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size),
-        *(rows.slot_B, rows.length_B, rows.width),
-        *(knobs.temperature_S, knobs.seed_S2, knobs.seed_S2.stride(0), tickets(logits_NV.device)),
-        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.sure_N, cuts.mass_N, cuts.token_N),
-        *(cuts.bad_N.view(torch.int8), cuts.part_value_NC, cuts.part_index_NC),
-        *((cuts.mass_N, 0) if prob_SV is None else (prob_SV, prob_SV.stride(0))),
-        DOMAIN=domain,
-        KEEPS_PROBS=prob_SV is not None,
-        CHUNK=split.chunk,
-        NUM_CHUNKS=split.num_chunks,
-        PARTS=split.parts,
-        num_warps=NUM_WARPS,
-    )
 
 
 @triton.jit
@@ -142,14 +122,13 @@ def _greedy_kernel(  # noqa: PLR0913
         tl.store(bad_N + row, is_bad.to(tl.int8))
 
 
-@triton.jit(do_not_specialize=["width"])
-def _draw_kernel(  # noqa: PLR0913
+@triton.jit
+def _draft_kernel(  # noqa: PLR0913
     logits_NV,
     row_stride,
     vocab_size,
     slot_B,
-    length_B,
-    width,
+    position_B,
     temperature_S,
     seed_S2,
     seed_stride,
@@ -157,7 +136,6 @@ def _draw_kernel(  # noqa: PLR0913
     state_N,
     best_N,
     threshold_N,
-    sure_N,
     mass_N,
     token_N,
     bad_N,
@@ -165,41 +143,36 @@ def _draw_kernel(  # noqa: PLR0913
     part_index_NC,
     prob_SV,
     prob_stride,
-    DOMAIN: tl.constexpr,
-    KEEPS_PROBS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    slot = tl.load(slot_B + row // width)
+    slot = tl.load(slot_B + row)
     temperature = tl.load(temperature_S + slot)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     prob_V = prob_SV + slot.to(tl.int64) * prob_stride
     if tl.load(state_N + row) == SETTLED:
-        if KEEPS_PROBS:  # noqa: SIM102
-            # A broken row proposes its argmax for certain: verification needs its q to say so.
-            if (tl.load(bad_N + row) != 0) & (temperature > 0):
-                is_token = place == tl.load(token_N + row)
-                tl.store(prob_V + place, is_token.to(tl.float32), place < vocab_size)
+        # A broken row proposes its argmax for certain: verification needs its q to say so.
+        if (tl.load(bad_N + row) != 0) & (temperature > 0):
+            is_token = place == tl.load(token_N + row)
+            tl.store(prob_V + place, is_token.to(tl.float32), place < vocab_size)
         return
     threshold = tl.load(threshold_N + row)
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    if KEEPS_PROBS:
-        weight = tl.exp2((logit - tl.load(best_N + row)) * sharpness(temperature))
-        prob = tl.where(logit >= threshold, weight / tl.load(mass_N + row), 0.0)
-        tl.store(prob_V + place, prob, place < vocab_size)
+    weight = tl.exp2((logit - tl.load(best_N + row)) * sharpness(temperature))
+    prob = tl.where(logit >= threshold, weight / tl.load(mass_N + row), 0.0)
+    tl.store(prob_V + place, prob, place < vocab_size)
     start = chunk * CHUNK
     score, token = float("-inf"), start
     # Most chunks of a peaked row keep nothing, and noise is what costs.
     if tl.max(logit, 0) >= threshold:
-        position = tl.load(length_B + row // width) + row % width
+        position = tl.load(position_B + row)
         seed = seed_S2 + slot * seed_stride
-        key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DOMAIN)
-        score, token = race(
-            logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
-        )
+        key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DRAFT)
+        noise = (temperature, key_1, key_2)
+        score, token = race(logits_V, vocab_size, logit, start, threshold, float("-inf"), noise)
     if NUM_CHUNKS > 1:
         tl.store(part_value_NC + row * NUM_CHUNKS + chunk, score)
         tl.store(part_index_NC + row * NUM_CHUNKS + chunk, token)
@@ -207,5 +180,3 @@ def _draw_kernel(  # noqa: PLR0913
         if NUM_CHUNKS > 1:
             score, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
         tl.store(token_N + row, token)
-        if tl.load(logits_V + token).to(tl.float32) < tl.load(sure_N + row):
-            tl.store(state_N + row, UNSURE)

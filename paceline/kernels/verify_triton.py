@@ -42,8 +42,8 @@ def judge(logits_NV: Tensor, rows: WindowRows, knobs: SlotKnobs, drafts: Sampled
     num_rows, vocab_size = logits_NV.shape
     split = Split.of(vocab_size)
     device = logits_NV.device
-    cuts = begin_cuts(logits_NV, rows, knobs, with_mass=True)
-    finish_cuts(logits_NV, rows, knobs, cuts, is_drawn=False)
+    cuts = begin_cuts(logits_NV, rows, knobs)
+    finish_cuts(logits_NV, rows, knobs, cuts)
     ok_N = torch.empty(num_rows, dtype=torch.bool, device=device)
     spare_value_NC = torch.empty_like(cuts.part_value_NC)
     spare_index_NC = torch.empty_like(cuts.part_index_NC)
@@ -144,9 +144,8 @@ def _judge_kernel(  # noqa: PLR0913
             # Rounding may reject a draft although p = q everywhere: then p itself is drawn from.
             spare_score, spare_token = _first_to_arrive(prob, noise, start)
         else:
-            score, token = race(
-                logits_V, vocab_size, logit, start, threshold, temperature, key_1, key_2
-            )
+            keys = (temperature, key_1, key_2)
+            score, token = race(logits_V, vocab_size, logit, start, threshold, float("-inf"), keys)
     if NUM_CHUNKS > 1:
         _keep(part_value_NC, part_index_NC, row * NUM_CHUNKS + chunk, score, token)
         _keep(spare_value_NC, spare_index_NC, row * NUM_CHUNKS + chunk, spare_score, spare_token)

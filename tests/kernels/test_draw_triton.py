@@ -1,0 +1,84 @@
+"""Draws of the Triton kernels over many small chunks: every knob alone and with others, every way
+that a winner can turn out not to be kept."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.interpreted import run_interpreted
+
+NUM_SCENES = 50
+CHUNK = 64
+
+
+def test_draws_over_small_chunks_agree_with_the_reference_interpreted() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_small_chunks")
+
+
+def check_small_chunks() -> None:
+    from paceline.kernels import sampling, sampling_chunks_triton, sampling_draw_triton
+
+    # Rows of a few hundred tokens have several chunks, and top_k may be more than one holds.
+    sampling_chunks_triton.MOST_CHUNK = CHUNK
+    walks = _count_calls(sampling_draw_triton, "highest_covering")
+    races = _count_calls(sampling_draw_triton, "_winner")
+    chance, num_drawn = random.Random(1), 0
+    for _ in range(NUM_SCENES):
+        logits_NV, rows, knobs = _any_scene(chance)
+        wanted_N, bad_N = sampling.draw(logits_NV, rows, knobs)
+        found_N, found_bad_N = sampling_draw_triton.draw(logits_NV, rows, knobs)
+        assert torch.equal(found_bad_N, bad_N)
+        assert torch.equal(found_N.masked_fill(bad_N, 0), wanted_N.masked_fill(bad_N, 0)), knobs
+        is_drawn_N = knobs.at(rows.logit_rows().slot_N).temperature_N > 0
+        num_drawn += int((is_drawn_N & rows.used_N() & ~bad_N).sum())
+    # Some rows needed more than one race, and for some the k best had to be weighed one by one.
+    assert len(races) > num_drawn > NUM_SCENES
+    assert walks
+
+
+def _any_scene(chance: random.Random) -> tuple[Any, Any, Any]:
+    from paceline.kernels.triton_cases_sampling import OFF, Scene
+
+    alone = (OFF | {"top_p": 1.0}, OFF | {"top_k": 1.0})
+    joint = (None, dict.fromkeys(OFF, 0.7), OFF | {"top_k": 1.0, "top_p": 1.0})
+    scene = Scene(
+        vocab=chance.choice((7, 64, 97, 300, 300, 300)),
+        batch=chance.choice((1, 3)),
+        k=chance.choice((0, 2)),
+        seed=chance.randrange(1 << 30),
+        spread=chance.choice((0.2, 0.7, 2.0, 6.0)),
+        step=chance.choice((0.0, 0.0, 0.125, 1.0)),
+        allowed=chance.choice((0, 0, 0, 3, 60)),
+        has_broken=chance.random() < 0.1,
+        greedy=0.1,
+        filters=chance.choice((*alone, *joint, joint[-1])),
+    )
+    knobs = scene.knobs()
+    kind = chance.random()
+    if kind < 0.4:
+        few_S = 1 + knobs.top_k_S % chance.choice((5, 20))
+        knobs = knobs._replace(top_k_S=torch.where(knobs.top_k_S > 0, few_S, 0).int())
+    elif kind < 0.6:
+        most_S = 0.9 + 0.1 * knobs.top_p_S
+        knobs = knobs._replace(top_p_S=torch.where(knobs.top_p_S < 1, most_S, 1.0))
+    elif kind < 0.8:
+        both = (torch.full_like(knobs.top_k_S, CHUNK + 30), torch.full_like(knobs.top_p_S, 0.6))
+        knobs = knobs._replace(top_k_S=both[0], top_p_S=both[1])
+    return scene.logits(chance.choice((torch.float32, torch.float16))), scene.rows(), knobs
+
+
+def _count_calls(module: Any, name: str) -> list[int]:
+    calls: list[int] = []
+    function = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    setattr(module, name, counted)
+    return calls
