@@ -71,28 +71,34 @@ def differences(eager: Answers, graph: Answers) -> list[Difference]:
 
 @dataclass
 class GraphCheck:
-    """What the eager engine said; `compare` asks the other one."""
+    """What the eager engine said, twice; `compare` asks the other one."""
 
     sampling: type[Any]
     prompts: list[list[int]]
     has_drafts: bool  # forced acceptance: then the target alone is asked too
     margin: float = MARGIN
-    _eager: dict[str, Answers] = field(default_factory=dict)
+    _eager: dict[str, tuple[Answers, Answers]] = field(default_factory=dict)
 
     def learn(self, llm: Any) -> None:
         """From an engine without graphs."""
         for name, more in self._asked().items():
             plain = answers(llm, self.sampling, self.prompts, **more)
             ranked = answers(llm, self.sampling, self.prompts, logprobs=NUM_RANKED, **more)
-            is_same = ranked.tokens == plain.tokens
-            self._eager[name] = Answers(plain.tokens, ranked.logprobs if is_same else [])
+            self._eager[name] = (plain, ranked)
 
     def compare(self, llm: Any) -> dict[str, Any]:
         """The verdict as a record; "ok" says whether the case may go on."""
         record: dict[str, Any] = {"tokens": NUM_TOKENS, "prompts": len(self.prompts)}
         for name, more in self._asked().items():
             graph = answers(llm, self.sampling, self.prompts, **more)
-            found = differences(self._eager[name], graph)
+            plain, ranked = self._eager[name]
+            # Prompts that come a moment later meet other steps, and their tokens may part within
+            # the margin: either eager run will do, and the second one knows how close it was.
+            found = [
+                d
+                for d in differences(ranked, graph)
+                if plain.tokens[d.prompt] != graph.tokens[d.prompt]
+            ]
             record[name] = {
                 "equal": not found,
                 "within_margin": all(d.gap <= self.margin for d in found),

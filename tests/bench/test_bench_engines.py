@@ -16,7 +16,7 @@ import pytest
 
 from bench import bench_engines
 from bench.bench_engines import CASES, keywords, main
-from bench.graph_check import MARGIN, Answers, differences
+from bench.graph_check import MARGIN, Answers, GraphCheck, differences
 from bench.mixed_tpot import token_gaps
 from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
 from paceline.config import EngineConfig
@@ -226,6 +226,29 @@ def test_a_token_outside_the_two_best_is_no_near_tie() -> None:
     (far,) = differences(eager, Answers([[1, 5, 4]]))
     assert far.gap == float("inf")
     assert [near.record(), far.record()] == [[0, 1, 0.01], [0, 1, None]]
+
+
+@pytest.mark.parametrize(
+    ("graph", "gaps"),
+    [
+        ([1, 2, 3], []),  # as without logprobs
+        ([1, 9, 4], []),  # as with them
+        ([1, 9, 5], [0.01]),
+        ([1, 9, 6], [None]),
+    ],
+)
+def test_an_eager_engine_that_answers_twice_is_right_both_times(
+    monkeypatch: pytest.MonkeyPatch, graph: list[int], gaps: list[float | None]
+) -> None:
+    """Another arrival is another batch, and another last bit."""
+    ranked = Answers([[1, 9, 4]], [[{1: -0.1}, {9: -0.1}, {4: -0.1, 5: -0.11}]])
+    said = iter((Answers([[1, 2, 3]]), ranked, Answers([graph])))
+    monkeypatch.setattr("bench.graph_check.answers", lambda *_, **__: next(said))
+    check = GraphCheck(SimpleNamespace, [[0]], has_drafts=False)
+    check.learn(None)
+    verdict = check.compare(None)
+    assert [gap for _, _, gap in verdict["output"]["differences"]] == gaps
+    assert verdict["ok"] is (None not in gaps)
 
 
 def test_an_unknown_case_is_refused(
