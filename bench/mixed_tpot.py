@@ -20,10 +20,12 @@ from typing import Any
 
 from bench.bench_engines import CASES, gpu, random_prompt, write_record
 from bench.model_configs import write_configs
+from bench.resting import wait_for_rest
 from paceline.commands.prompts import Prompt
 from paceline.commands.report import machine, resolved, spread, step_times
 from paceline.commands.session import Answer, Session, open_session
 from paceline.config import EngineConfig
+from paceline.engine.engine import SPARE_AFTER_S
 from paceline.request import SamplingParams
 
 GUEST_TOKENS = 16  # of the answer to a prompt that arrives
@@ -139,6 +141,8 @@ def main() -> None:
         with open_session(config) as session:
             load = Load(session, args)
             load.measure(max(rates))  # warm: every size of step was seen
+            # What an engine captures in idle time is captured before anything is timed.
+            settled_s = wait_for_rest(session.client.engine_pids, SPARE_AFTER_S + 0.2)
             found = [load.measure(rate) for rate in rates]
             info = session.client.info
     columns = ("rate/s", "arrivals", "p50 ms", "p90 ms", "p99 ms", "max ms", "p50 x", "p99 x")
@@ -148,6 +152,7 @@ def main() -> None:
     if args.json is not None:
         about = {"bench": "mixed_tpot", "case": args.case, "running": args.running}
         about |= {"prompt": args.prompt, "gpu": gpu(), "machine": machine()}
+        about["settled_s"] = round(settled_s, 1)
         write_record(
             args.json, {**about, "config": resolved(config, info), "runs": found}, Path(scratch)
         )
