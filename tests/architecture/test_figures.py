@@ -68,14 +68,26 @@ def runs(name: str) -> dict[Any, dict[str, Any]]:
 def test_other_figures_of_an_h200() -> None:
     """Sentences, built from the files again."""
     text = "\n".join(README)
+    records = {case: h200(f"tpot-{case}") for case in TPOT_CASES}
     sync = {case: run["tpot_ms"] for case, run in runs("sync").items()}
-    ahead = h200("tpot-sm")["tpot_ms"]
-    sm = [(ahead[n], sync["sm"][n]) for n in ("1", "64")]
-    for pattern, pairs in (
-        ("{:.2f} against {:.2f} ms per token for the 135M shape at one request", sm[:1]),
-        ("{:.2f} against {:.2f} at 64 (", sm[1:]),
+    both = "{:.2f} against {:.2f} and {:.2f} against {:.2f}"
+    for case, pattern in (
+        ("sm", both.replace(" and", " ms per token for the 135M shape at one request and")),
+        ("l8", f"{both} for the 8B shape"),
+        ("l8-eagle", f"hide most of what the host does, {both}"),
     ):
-        assert pattern.format(*pairs[0]) in text
+        pairs = [(records[case]["tpot_ms"][n], sync[case][n]) for n in ("1", "64")]
+        assert pattern.format(*pairs[0], *pairs[1]) in text
+    sampled = max(
+        ms / run["tpot_ms"][n]
+        for run in records.values()
+        for n, ms in run.get("sampled_tpot_ms", {}).items()
+    )
+    assert f"temperature and top_p costs {100 * (sampled - 1):.0f} % at most" in text
+    steps = [step for run in records.values() for step in run["steps"].values()]
+    assert f"to {100 * max(s['bubble_share'] for s in steps):.0f} % at worst" in text
+    host_ms = [s["host_ms"]["p50"] for s in steps]
+    assert f"the host needs {min(host_ms):.2f} to {max(host_ms):.2f} ms for a step" in text
     alone, busy = (runs("mixed-sm")[rate]["itl_ms"] for rate in (0.0, 32.0))
     assert f"at {alone['p50']:.2f} ms per token (median, p99 {alone['p99']:.2f})" in text
     assert f"at {busy['p50']:.2f} (p99 {busy['p99']:.2f}, at most {busy['max']:.1f})" in text
