@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -262,3 +263,23 @@ def test_options_are_checked_before_anything_is_loaded() -> None:
 def test_the_written_reference_is_up_to_date() -> None:
     for path, text in pages().items():
         assert path.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_the_collector_leaves_alone_what_a_server_has_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment that it is ready, and in a server's process alone."""
+    calls: list[str] = []
+
+    def run_server(*_: object, on_ready: Callable[[str, str], None]) -> int:
+        calls.append("loaded")
+        on_ready("http://here", "curl")
+        return 0
+
+    monkeypatch.setattr("paceline.server.app.run_server", run_server)
+    monkeypatch.setattr(
+        "paceline.commands.serve.keep_what_was_loaded", lambda: calls.append("kept")
+    )
+    assert main(["serve", "some/model"]) == 0
+    assert calls == ["loaded", "kept"]
+    assert "http://here" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.commands.arguments import dataclass_from, engine_config
 from paceline.commands.loading import LoadingLine
 from paceline.config import EngineConfig, api_key_from_env
+from paceline.engine.heap import keep_what_was_loaded
 from paceline.errors import MissingExtra
 from paceline.observe.log import configure_logging
 from paceline.server.options import ServerOptions
@@ -34,7 +35,12 @@ def run(args: Namespace) -> int:
             f"the server needs the package {error.name}, which is not installed: "
             "pip install 'paceline[server]'"
         ) from None
-    return run_server(lambda: load(config), options, on_ready=announce)
+
+    def on_ready(url: str, try_this: str) -> None:
+        keep_what_was_loaded()
+        announce(url, try_this)
+
+    return run_server(lambda: load(config), options, on_ready=on_ready)
 
 
 def load(config: EngineConfig) -> EngineClient:

@@ -25,6 +25,7 @@ from typing import cast
 from paceline.config import EngineConfig
 from paceline.engine.boot import Failed, Post, Start, describe, is_after_another
 from paceline.engine.engine import Engine, run_engine
+from paceline.engine.heap import keep_what_was_loaded
 from paceline.engine.messages import Died, Progress, Ready, Stop, Stopped, Wake, encode
 from paceline.engine.peers import LeadingRunner, follow
 from paceline.engine.transport import Port
@@ -125,6 +126,8 @@ def serve(port: Port, factory: str, post: Post, *, own_process: bool) -> None:
                 port.send(encode(Progress(stage, fraction)))
 
         runner = build_runner(start.config, progress, seat)
+        if own_process:
+            keep_what_was_loaded()
         plans = [socket.socket(fileno=fd) for fd in post.plans]
         if seat.is_leader:
             if plans:

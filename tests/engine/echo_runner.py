@@ -7,6 +7,7 @@ fail_at=3 k=2".
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class Behaviour:
     slots: int = 8
     max_len: int = 512
     refuse: str = ""  # CheckpointError while loading
+    needs_rest: int = 0  # steps raise where the collector still walks through what was loaded
     at_rank: int = -1  # the only rank that fails, hangs or refuses; -1: every rank
 
     @classmethod
@@ -102,6 +104,8 @@ class EchoRunner:
         started = time.perf_counter()
         if plan.step == self.behaviour.fail_at:
             raise RuntimeError("the device caught fire")
+        if self.behaviour.needs_rest and gc.get_freeze_count() < self.behaviour.needs_rest:
+            raise RuntimeError("the collector walks through everything")
         if plan.step == self.behaviour.miss_at:
             raise CollectiveError("waited in vain for somebody")
         if plan.step == self.behaviour.hang_at:

@@ -232,6 +232,16 @@ print(run(client, "xy", max_tokens=4).text(), flush=True)
         assert first_line(front) == "xyxy"
 
 
+def test_the_collector_leaves_alone_what_an_engine_process_has_loaded() -> None:
+    with echo_client("needs_rest=1000", in_process=False) as client:
+        assert run(client, "abc", max_tokens=4).text() == "abca"
+    # A thread of somebody else's process has no say in that.
+    with echo_client("needs_rest=1000", in_process=True) as client:
+        submit(client, "a", "abc", max_tokens=4)
+        with pytest.raises(EngineDead, match="collector"):
+            pump_for_ever(client)
+
+
 def test_an_error_while_loading_keeps_its_type_and_message() -> None:
     config = EngineConfig.from_keywords(model="refuse=/nowhere")
     for in_process in (False, True):
