@@ -277,6 +277,7 @@ def test_the_collector_leaves_alone_what_a_server_has_loaded(
         return 0
 
     monkeypatch.setattr("paceline.server.app.run_server", run_server)
+    monkeypatch.setattr("paceline.commands.serve.configure_logging", lambda level: None)
     monkeypatch.setattr(
         "paceline.commands.serve.keep_what_was_loaded", lambda: calls.append("kept")
     )
