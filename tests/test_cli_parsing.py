@@ -268,7 +268,7 @@ def test_the_written_reference_is_up_to_date() -> None:
 def test_the_collector_leaves_alone_what_a_server_has_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the moment that it is ready, and in a server's process alone."""
+    """From the moment that it is ready."""
     calls: list[str] = []
 
     def run_server(*_: object, on_ready: Callable[[str, str], None]) -> int:

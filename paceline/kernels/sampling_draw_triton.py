@@ -89,13 +89,16 @@ def _survey_kernel(  # noqa: PLR0913
     logits_V = logits_NV + row.to(tl.int64) * row_stride
     logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
     logit = tl.where(logit == logit, logit, float("inf"))
-    tl.store(best_NC + row * NUM_CHUNKS + chunk, tl.max(logit))
+    best = tl.max(logit)
+    tl.store(best_NC + row * NUM_CHUNKS + chunk, best)
     slot = tl.load(slot_B + row // width)
     temperature = tl.load(temperature_S + slot)
     if temperature > 0:
         key_1, key_2 = _key(length_B, seed_S2 + slot * seed_stride, row, width)
-        bound = score_bound(logit, temperature, key_1, key_2, place)
-        tl.store(bound_NC + row * NUM_CHUNKS + chunk, tl.max(bound))
+        bound = tl.max(score_bound(logit, temperature, key_1, key_2, place))
+        # A chunk that has any token to choose is looked at, however low its logits are.
+        bound = tl.where(best > float("-inf"), tl.maximum(bound, -1e38), float("-inf"))
+        tl.store(bound_NC + row * NUM_CHUNKS + chunk, bound)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -159,7 +162,8 @@ def _settle_kernel(  # noqa: PLR0913
     while not is_kept:
         token = _winner(logits_V, vocab_size, bound_C, noise, low, above, CHUNK)
         own = tl.load(logits_V + token).to(tl.float32)
-        is_kept = (own >= best) | ((top_k == vocab_size) & (top_p >= 1))
+        # The best token is always kept. A race that came no further would never end.
+        is_kept = (own >= best) | (own <= above) | ((top_k == vocab_size) & (top_p >= 1))
         if not is_kept:
             is_kept = _is_kept(source, own, low, top_k, top_p, CHUNK, NUM_CHUNKS, WALKED)
         above = own

@@ -15,6 +15,8 @@ from paceline.kernels.rng_triton import exponential, hash_word, unit_interval
 
 # The interpreter knows tl.log2 only, which is exact to the last digit and takes much longer.
 _HAS_FAST_LOG = tl.constexpr(not triton.knobs.runtime.interpret)
+# Lower logits race as this one: divided by a temperature they might be infinite, and lose to none.
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -23,7 +25,7 @@ def race(logits_V, vocab_size, logit, start, low, above, noise):
     temperature, key_1, key_2 = noise
     place = start + tl.arange(0, logit.shape[0])
     is_kept = (logit >= low) & (logit > above)
-    bound = score_bound(logit, temperature, key_1, key_2, place)
+    bound = score_bound(tl.maximum(logit, LOWEST), temperature, key_1, key_2, place)
     bound = tl.where(is_kept, bound, float("-inf"))
     highest, at = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
     token = start + at
@@ -57,7 +59,7 @@ def score_bound(logit, temperature, key_1, key_2, token):
 
 @triton.jit
 def exact_score(logit, temperature, key_1, key_2, token):
-    score = tl.div_rn(tl.maximum(logit, -1e30), temperature)
+    score = tl.div_rn(tl.maximum(logit, LOWEST), temperature)
     score -= tl.log(exponential(key_1, key_2, token))
     return tl.where(logit > float("-inf"), score, float("-inf"))
 
@@ -65,4 +67,4 @@ def exact_score(logit, temperature, key_1, key_2, token):
 @triton.jit
 def lower(score):
     """Less by more than what rounding can do to a bound."""
-    return score - 1e-4 - 4e-7 * tl.abs(score)
+    return score - 1e-4 - 6e-7 * tl.abs(score)

@@ -1,8 +1,8 @@
 """Triton twins of kernels/sampling at fixed shapes: argmax, draws, and drafts with their q.
 
-One row is spread over programs by its vocabulary alone; `sampling_thresholds_triton` finds its
-cut. Any float type is read as it is. Shape letters: B rows, N logits rows, C chunks of a row, S
-slots, K drafts, V vocabulary.
+One row is spread over programs by its vocabulary alone; `sampling_thresholds_triton` finds the cut
+of drafts, draws need none. Any float type is read as it is. Shape letters: B rows, N logits rows, C
+chunks of a row, S slots, K drafts, V vocabulary.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from paceline.step import Ints
 
 # Below this a temperature only scales logits beyond float32's reach of one another.
 GREEDY_BELOW = 1e-5
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # less would be 0 in a slot, and keep no token
 
 
 def features_of(request: EngineRequest) -> int:
@@ -88,7 +89,7 @@ def slot_rows(
         "stop_ids_SE": _padded("stop_token_ids", params.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
         "temperature_S": 0.0 if greedy else params.temperature,
         "top_k_S": 0 if greedy else params.top_k,
-        "top_p_S": 1.0 if greedy else params.top_p,
+        "top_p_S": 1.0 if greedy else max(params.top_p, _LEAST_TOP_P),
         "min_p_S": 0.0 if greedy else params.min_p,
         "seed_S2": np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32),
         "features_S": features,

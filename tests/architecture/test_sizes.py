@@ -15,7 +15,7 @@ MAX_BODY_LINES = 60
 # 38,000: ranks. Groups and their contract, lock step, sharded models, processes and their router.
 # 38,200: the gate-up product of many rows with its activation, 7 % of that product on an H200.
 # 38,800: prompts on Hopper, a fifth of their attention there.
-# 39,000: draws that look for no cut, a third of the time of those that did.
+# 39,000: draws that look for no cut, with top_p a third of the time of those that did.
 TOTAL_LINES = 39_000
 
 EVERY_FILE = sources("paceline", "tests", "bench")

@@ -16,7 +16,7 @@ import pytest
 
 from bench import bench_engines
 from bench.bench_engines import CASES, keywords, main
-from bench.graph_check import MARGIN, Answers, GraphCheck, differences
+from bench.graph_check import MARGIN, NUM_TRIES, Answers, GraphCheck, differences
 from bench.mixed_tpot import token_gaps
 from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
 from paceline.config import EngineConfig
@@ -235,6 +235,7 @@ def test_a_token_outside_the_two_best_is_no_near_tie() -> None:
         ([1, 9, 4], []),  # as with them
         ([1, 9, 5], [0.01]),
         ([1, 9, 6], [None]),
+        ([1, 2, 7], [None]),  # where only the run without logprobs went
     ],
 )
 def test_an_eager_engine_that_answers_twice_is_right_both_times(
@@ -242,7 +243,7 @@ def test_an_eager_engine_that_answers_twice_is_right_both_times(
 ) -> None:
     """Another arrival is another batch, and another last bit."""
     ranked = Answers([[1, 9, 4]], [[{1: -0.1}, {9: -0.1}, {4: -0.1, 5: -0.11}]])
-    said = iter((Answers([[1, 2, 3]]), ranked, Answers([graph])))
+    said = iter((Answers([[1, 2, 3]]), *[ranked] * NUM_TRIES, Answers([graph])))
     monkeypatch.setattr("bench.graph_check.answers", lambda *_, **__: next(said))
     check = GraphCheck(SimpleNamespace, [[0]], has_drafts=False)
     check.learn(None)

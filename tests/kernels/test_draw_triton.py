@@ -41,6 +41,49 @@ def check_small_chunks() -> None:
     assert walks
 
 
+def test_logits_that_no_temperature_can_divide_are_drawn_all_the_same() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_lowest_logits")
+
+
+def check_lowest_logits() -> None:
+    """Masked by the lowest number instead of minus infinity; what is masked for good stays so."""
+    from paceline.kernels import sampling_chunks_triton, sampling_draw_triton
+    from paceline.kernels.triton_cases_sampling import Scene
+
+    sampling_chunks_triton.MOST_CHUNK = CHUNK
+    for vocab in (10, 300):
+        scene = Scene(vocab, batch=4, greedy=0.0)
+        knobs = scene.knobs()._replace(temperature_S=torch.full((scene.num_slots,), 0.5))
+        logits_NV = torch.full((4, vocab), -3e38)
+        logits_NV[:, ::2] = -torch.inf
+        logits_NV[:, -1] = -2e38
+        rows = scene.rows()._replace(width_B=torch.ones(4, dtype=torch.int32))
+        token_N, bad_N = sampling_draw_triton.draw(logits_NV, rows, knobs)
+        assert not bad_N.any()
+        assert (logits_NV.gather(1, token_N.long()[:, None]) > -torch.inf).all()
+
+
+def test_a_token_beyond_the_first_k_never_wins_interpreted() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_nearly_equal_logits")
+
+
+def check_nearly_equal_logits() -> None:
+    """Where the bound from which races begin says nothing: its 16 bits do not tell them apart."""
+    from paceline.kernels import sampling, sampling_chunks_triton, sampling_draw_triton
+    from paceline.kernels.triton_cases_sampling import OFF, Scene
+
+    sampling_chunks_triton.MOST_CHUNK = CHUNK
+    scene = Scene(200, batch=24, spread=1e-5, greedy=0.0, filters=OFF | {"top_k": 1.0})
+    knobs = scene.knobs()._replace(top_k_S=torch.full((scene.num_slots,), 3, dtype=torch.int32))
+    rows = scene.rows()._replace(width_B=torch.ones(24, dtype=torch.int32))
+    logits_NV = 1 + scene.logits(torch.float32)
+    found_N, _ = sampling_draw_triton.draw(logits_NV, rows, knobs)
+    wanted_N, _ = sampling.draw(logits_NV, rows, knobs)
+    assert torch.equal(found_N, wanted_N)
+
+
 def _any_scene(chance: random.Random) -> tuple[Any, Any, Any]:
     from paceline.kernels.triton_cases_sampling import OFF, Scene
 
@@ -51,7 +94,7 @@ def _any_scene(chance: random.Random) -> tuple[Any, Any, Any]:
         batch=chance.choice((1, 3)),
         k=chance.choice((0, 2)),
         seed=chance.randrange(1 << 30),
-        spread=chance.choice((0.2, 0.7, 2.0, 6.0)),
+        spread=chance.choice((1e-5, 0.2, 0.7, 2.0, 6.0)),
         step=chance.choice((0.0, 0.0, 0.125, 1.0)),
         allowed=chance.choice((0, 0, 0, 3, 60)),
         has_broken=chance.random() < 0.1,

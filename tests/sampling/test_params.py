@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidRequest
+from paceline.kernels.sampling import Knobs, distributions, thresholds_reference
 from paceline.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, EngineRequest, SamplingParams
 from paceline.sampling.params import pack_bits, slot_rows, tail_of
 from paceline.sampling.verify import Tail
@@ -61,6 +62,15 @@ def test_every_value_fits_its_tensor() -> None:
 def test_seed_is_split_into_halves_without_loss(seed: int) -> None:
     low, high = rows_of(engine_request(seed=seed))["seed_S2"].tolist()
     assert (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32 == seed & 0xFFFFFFFFFFFFFFFF
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-50, 1e-38, 0.5])
+def test_a_top_p_of_next_to_nothing_keeps_the_best_token(top_p: float) -> None:
+    kept = torch.tensor(rows_of(engine_request(top_p=top_p))["top_p_S"], dtype=torch.float32)
+    knobs = Knobs(*(torch.tensor([x]) for x in (1.0, 0, float(kept), 0.0)))
+    prob_NV = distributions(torch.tensor([[0.0, 3.0, 1.0]]), knobs)
+    assert prob_NV[0, 1] == 1
+    assert thresholds_reference(torch.tensor([[0.0, 3.0, 1.0]]), knobs) == 3.0
 
 
 def test_allowed_bits_are_the_asked_ids() -> None:
