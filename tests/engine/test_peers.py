@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import closing
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -180,11 +181,17 @@ def test_a_leader_that_says_nothing_is_missed_at_rest_too() -> None:
     thread.join(PATIENCE_S)
     assert [type(x) for x in failed] == [CollectiveError]
     assert "has sent nothing for 1 s" in str(failed[0])
+    mine.close()
+    theirs.close()
 
 
 def test_a_peer_that_takes_no_plan_is_missed() -> None:
     info = runner_info()
-    mine, _theirs = socket.socketpair()
+    mine, theirs = socket.socketpair()
     leader = LeadingRunner(FakeRunner(info), [mine], 0.05)
-    with pytest.raises(CollectiveError, match=r"has not taken its plan for 0\.05 s"):
+    with (
+        closing(mine),
+        closing(theirs),
+        pytest.raises(CollectiveError, match=r"has not taken its plan for 0\.05 s"),
+    ):
         leader.send(1, bytes(10_000_000))
