@@ -16,8 +16,11 @@ MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user",
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[openai.OpenAI]:
-    with serving(FakeClient(), api_key="k") as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+    with (
+        serving(FakeClient(), api_key="k") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as api,
+    ):
+        yield api
 
 
 def test_chat(api: openai.OpenAI) -> None:
@@ -97,6 +100,6 @@ def test_a_full_queue_is_retried_by_the_client() -> None:
         service._num_open = service.options.max_waiting
         later = partial(server.loop.call_later, 0.3, lambda: setattr(service, "_num_open", 0))
         server.loop.call_soon_threadsafe(later)
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=2)
-        reply = api.chat.completions.create(model="tiny", messages=MESSAGES)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=2) as api:
+            reply = api.chat.completions.create(model="tiny", messages=MESSAGES)
         assert reply.choices[0].message.content == "Hello"
