@@ -24,10 +24,10 @@ from triton.runtime.jit import JITFunction
 
 from bench.gemm_gpu import timed
 from bench.gemm_tiles import NoGpu
-from paceline.kernels import experts_triton
-from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.experts_layout_triton import lay_out
-from paceline.kernels.experts_triton import ExpertTile, apply_experts, multiply_rows
+from paceline.kernels.experts.reference import ExpertWeights
+from paceline.kernels.experts.triton import products
+from paceline.kernels.experts.triton.layout import lay_out
+from paceline.kernels.experts.triton.products import ExpertTile, apply_experts, multiply_rows
 
 ROWS = (1, 8, 32, 64, 128, 256)
 REGIMES = ("fixed", "spread")
@@ -316,8 +316,8 @@ def tiles_in_use(gated: Try, plain: Try) -> Iterator[None]:
 
     few_rows = 1 << 20 if gated.is_few else 0
     with (
-        mock.patch.object(experts_triton, "expert_tile", chosen),
-        mock.patch.object(experts_triton, "FEW_ROWS", few_rows),
+        mock.patch.object(products, "expert_tile", chosen),
+        mock.patch.object(products, "FEW_ROWS", few_rows),
     ):
         yield
 

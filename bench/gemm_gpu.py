@@ -1,7 +1,7 @@
 """Matrix products of a decode step on a GPU: tiles of ours against cuBLAS, inside CUDA graphs.
 
 Run as `python -m bench.gemm_gpu`: prints µs and TB/s of each product by row count, then whole layer
-stacks. `--write` also puts the best tile of each shape into paceline/kernels/gemv_table.json, and
+stacks. `--write` also puts the best tile of each shape into paceline/kernels/linear/tiles.json, and
 `--table` into a file elsewhere.
 """
 
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from bench.gemm_tiles import CompileOnly, candidates, variants
-from paceline.kernels import gemv, gemv_table, gemv_triton
-from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
-from paceline.kernels.gemv_table import Tile
+from paceline.kernels.linear import reference, tiles
+from paceline.kernels.linear.reference import HeadPlaces, NormedRows, Product
+from paceline.kernels.linear.tiles import Tile
+from paceline.kernels.linear.triton import products
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 # More than the caches hold, so that every call reads its weights from memory.
@@ -82,7 +83,7 @@ def square_counts(shape: Shape, rows: int) -> list[int]:
         return [1]
     is_deep = shape.end == "heads"
     counts = {
-        -(-front.n // (gemv_triton.SUMMED if x.is_apart else x.block_n))
+        -(-front.n // (products.SUMMED if x.is_apart else x.block_n))
         for front in (x for model in MODELS.values() for x in model)
         if front.end == "added" and front.n == shape.k and (front.k > front.n) == is_deep
         for x in candidates(front.n, front.k, rows)
@@ -110,7 +111,7 @@ class Operands:
         self.places = HeadPlaces(rotation, key, torch.zeros_like(key), slot)
 
     def run(self, ops: Any, product: Product, **tile: Any) -> Any:
-        """Call the product in `ops`: kernels/gemv or its twin."""
+        """Call the product in `ops`: linear/reference or linear/triton/products."""
         end = self.shape.end
         if end == "plain":
             return ops.linear(self.x, product, LOGITS, **tile)
@@ -165,7 +166,7 @@ def wanted_of(shape: Shape, rows: int, product: Product) -> list[Tensor]:
     operands = Operands(
         shape, rows, "cuda", product.weight_NK.dtype, square_counts(shape, rows)[-1]
     )
-    return operands.outputs(operands.run(gemv, product))
+    return operands.outputs(operands.run(reference, product))
 
 
 def error_of(wanted: list[Tensor], shape: Shape, rows: int, product: Product, tile: Tile) -> float:
@@ -173,7 +174,7 @@ def error_of(wanted: list[Tensor], shape: Shape, rows: int, product: Product, ti
     operands = Operands(
         shape, rows, "cuda", product.weight_NK.dtype, square_counts(shape, rows)[-1]
     )
-    found = operands.outputs(operands.run(gemv_triton, product, tile=tile))
+    found = operands.outputs(operands.run(products, product, tile=tile))
     pairs = [(x.float(), y.float()) for x, y in zip(wanted, found, strict=True)]
     return max(float((x - y).norm() / x.norm()) for x, y in pairs)
 
@@ -200,7 +201,7 @@ def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, A
                     print(f"WRONG {shape} {rows} {tuple(tile)}: relative error {wrong:.2g}")
                     continue
                 took = timed(
-                    lambda i: operands.run(gemv_triton, product(i), tile=tile),  # noqa: B023
+                    lambda i: operands.run(products, product(i), tile=tile),  # noqa: B023
                     calls,
                 )
             except Exception as error:
@@ -240,7 +241,7 @@ def _compile(job: Job) -> str | None:
             rows = 1 if tile.block_t == 1 else 8
             operands = Operands(shape, rows, "cpu", torch.bfloat16, num_squares)
             weight = torch.empty(shape.n, shape.k, dtype=torch.bfloat16)
-            operands.run(gemv_triton, Product(weight, None), tile=tile)
+            operands.run(products, Product(weight, None), tile=tile)
     except Exception as error:
         return f"{shape} {tuple(tile)}: {type(error).__name__} {str(error)[:120]}"
     return None
@@ -277,7 +278,7 @@ def main() -> None:
         time_stacks(name, rows_list, found if options.write else [], begin + options.seconds)
         print(f"{time.monotonic() - begin:.1f} s")
         if options.write:
-            (options.table or gemv_table.FILE).write_text(table_text())
+            (options.table or tiles.FILE).write_text(table_text())
 
 
 def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
@@ -307,7 +308,7 @@ def time_stacks(name: str, rows_list: list[int], found: list[Any], deadline: flo
         if time.monotonic() > deadline:
             break
         residual, rotation, inputs = stack.inputs(rows)
-        if found and rows in gemv_table.BUCKETS:
+        if found and rows in tiles.BUCKETS:
             tune(stack, name, rows, found)
         line = f"{name} {rows:4} rows, {count} layers: difference {stack.difference(rows):.1e}"
         for title, is_fused, is_dependent in VARIANTS:
@@ -320,7 +321,7 @@ def time_stacks(name: str, rows_list: list[int], found: list[Any], deadline: flo
 def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -> None:
     """Choose among the best tiles of each product by the time of the whole stack."""
     residual, rotation, inputs = stack.inputs(rows)
-    known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
+    known = tiles._table().setdefault(torch.cuda.get_device_name(), {})
     shapes = [str(x) for x in MODELS[name][:4]]
 
     def time_with(choices: dict[str, Any]) -> float:
@@ -357,13 +358,13 @@ VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, T
 @contextmanager
 def launched(is_dependent: bool) -> Iterator[None]:
     """Without dependent launches, if asked: each kernel begins when the one in front has ended."""
-    launch = gemv_triton._launch
+    launch = products._launch
     if not is_dependent:
-        gemv_triton._launch = lambda num_warps, is_dependent: launch(num_warps, False)
+        products._launch = lambda num_warps, is_dependent: launch(num_warps, False)
     try:
         yield
     finally:
-        gemv_triton._launch = launch
+        products._launch = launch
 
 
 def _short(tile: Any) -> str:
@@ -374,20 +375,20 @@ def _short(tile: Any) -> str:
 
 def fill_table(found: list[tuple[str, int, str, Any, float]]) -> None:
     """The fastest of each bucket, measured at its largest row count; `tune` looks closer."""
-    known = gemv_table._table().setdefault(torch.cuda.get_device_name(), {})
+    known = tiles._table().setdefault(torch.cuda.get_device_name(), {})
     for shape, rows, _, _, _ in found:
-        if rows in gemv_table.BUCKETS:
+        if rows in tiles.BUCKETS:
             here = [x for x in found if x[:2] == (shape, rows)]
             beside = 0.0 if shape.startswith("plain") else BESIDE_US
             best = min(here, key=lambda x: x[4] + beside * (x[2] == "cublas"))
             known.setdefault(shape, {})[str(rows)] = "cublas" if best[2] == "cublas" else best[3]
-    gemv_table.pick_tile.cache_clear()
+    tiles.pick_tile.cache_clear()
 
 
 def table_text() -> str:
     """JSON with one tile a line."""
     gpus = []
-    for gpu, shapes in gemv_table._table().items():
+    for gpu, shapes in tiles._table().items():
         blocks = []
         for shape, buckets in shapes.items():
             lines = [f"   {json.dumps(x)}: {json.dumps(y)}" for x, y in buckets.items()]

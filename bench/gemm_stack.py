@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels import activation_triton, gemv_table, norm_triton, rope_triton
-from paceline.kernels.dispatch import Kernels
+from bench.model_configs import CONFIGS
+from paceline.kernels.elementwise import triton as elementwise
+from paceline.kernels.linear import tiles
+from paceline.kernels.table import Kernels
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DenseLayer
+from paceline.models.decoder import DenseLayer, LayerPass
+from paceline.models.families import read_spec
 from paceline.models.fused_cuda import CudaLayers, Tiles
-from paceline.models.spec import ModelSpec, RopeSpec
 from paceline.state.pages import LayerPages
 
-SPECS = {
-    "sm": ModelSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeSpec(1e4), 2048, True),
-    "l8": ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, RopeSpec(5e5), 8192, False),
-}
+SPECS = {name: read_spec(CONFIGS[name]) for name in ("sm", "l8")}
 
 
 def no_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
@@ -38,10 +37,10 @@ def query_as_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
 
 
 KERNELS = Kernels(
-    norm_triton.rms_norm,
-    norm_triton.add_rms_norm,
-    activation_triton.silu_and_mul,
-    rope_triton.place_heads,
+    elementwise.rms_norm,
+    elementwise.add_rms_norm,
+    elementwise.silu_and_mul,
+    elementwise.place_heads,
     no_attention,
 )
 
@@ -58,7 +57,8 @@ class Stack:
 
     def __init__(self, name: str, num_layers: int | None = None) -> None:
         spec = self.spec = SPECS[name]
-        width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_size
+        width, head = spec.hidden_size, spec.head_size
+        inner = CONFIGS[name]["intermediate_size"]
         num_q, num_kv = spec.num_heads * head, spec.num_kv_heads * head
         self.layers = [
             DenseLayer(
@@ -82,7 +82,7 @@ class Stack:
     def run(self, residual_TD: Tensor, rotation_TH: Tensor, inputs: Any, is_fused: bool) -> Tensor:
         """The last layer's share; `residual_TD` is updated in place."""
         layers = self.fused if is_fused else self.plain
-        return layers(residual_TD, rotation_TH, inputs, self.pages).delta_TD
+        return layers(LayerPass(residual_TD, rotation_TH, inputs, self.pages)).delta_TD
 
     def difference(self, rows: int) -> float:
         """Relative, between the fused layers and the chain of plain ones."""
@@ -98,7 +98,7 @@ class Stack:
 
     def forget(self) -> None:
         """The table has changed."""
-        gemv_table.pick_tile.cache_clear()
+        tiles.pick_tile.cache_clear()
         self.fused._tiles.cache_clear()
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, ForwardInputs]:

@@ -9,8 +9,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from paceline.kernels import gemv_triton
-from paceline.kernels.gemv_table import Tile
+from paceline.kernels.linear.tiles import Tile
+from paceline.kernels.linear.triton import products
 
 # By how many rows and outputs: (rows, outputs, inputs, warps, stages, splits, shares summed apart).
 # Chosen so that a product fills 132 multiprocessors about once, by one program of up to 227 KiB or
@@ -235,18 +235,18 @@ class _Warm:
 
 
 class CompileOnly:
-    """Inside, the kernels of gemv_triton are compiled into the cache and not run."""
+    """Inside, the kernels of linear/triton are compiled into the cache and not run."""
 
     def __enter__(self) -> Self:
         driver.set_active(NoGpu())
         self._kernels = {
-            x: getattr(gemv_triton, x)
+            x: getattr(products, x)
             for x in ("fma_kernel", "mma_kernel", "dot_kernel", "tma_kernel", "sum_kernel")
         }
         for name, kernel in self._kernels.items():
-            setattr(gemv_triton, name, _Warm(kernel))
+            setattr(products, name, _Warm(kernel))
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, kernel in self._kernels.items():
-            setattr(gemv_triton, name, kernel)
+            setattr(products, name, kernel)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.cases import Case, all_cases, pairs
+from tests.kernels.cases.cpu import Case, all_cases, pairs
 
 
 def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:

@@ -16,16 +16,19 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from paceline.kernels import attention_prefill_triton, gemv_gated_triton
-from paceline.kernels.activation_triton import silu_and_mul
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.attention_triton import paged_attention, prepare_attention, tiles_kernel
-from paceline.kernels.gemv import Product
-from paceline.kernels.norm_triton import add_rms_norm, rms_norm
-from paceline.kernels.rope_triton import place_heads
+from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.attention.triton import tiles
+from paceline.kernels.attention.triton.attend import (
+    paged_attention,
+    prepare_attention,
+    tiles_kernel,
+)
+from paceline.kernels.elementwise.triton import add_rms_norm, place_heads, rms_norm, silu_and_mul
+from paceline.kernels.linear import hopper
+from paceline.kernels.linear.reference import Product
 from paceline.kernels.rows import WindowRows
-from paceline.kernels.sampling import SlotKnobs
-from paceline.kernels.sampling_triton import draw
+from paceline.kernels.sampling.reference import SlotKnobs
+from paceline.kernels.sampling.triton.draw import draw
 
 MEMORY_RATE = 4.8e12  # an H200's, by its datasheet
 COLD_BYTES = 250e6  # several times the cache
@@ -97,7 +100,7 @@ def tiles_cells(model: Model, rows: list[tuple[int, int]], dtype: torch.dtype) -
     same = attention_cell(model, rows, 0, dtype)
     for name, chosen in (
         ("chosen", tiles_kernel),
-        ("plain", lambda *_: attention_prefill_triton.attend_tiles),
+        ("plain", lambda *_: tiles.attend_tiles),
     ):
 
         def make(num_sets: int, chosen: Callable[..., Any] = chosen) -> list[Callable[[], Any]]:
@@ -205,7 +208,7 @@ def gate_up_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]
     num_operations = 4.0 * rows * width * model.hidden
     num_bytes = (rows * (model.hidden + width) + 2 * width * model.hidden) * dtype.itemsize
     for name, multiply in (
-        ("ours", gemv_gated_triton.linear_silu),
+        ("ours", hopper.linear_silu),
         ("torch's, silu_and_mul", lambda x, product: silu_and_mul(linear(x, product.weight_NK))),
     ):
 
@@ -245,8 +248,10 @@ def draw_cells(vocab_size: int, num_rows: int, dtype: torch.dtype) -> Iterator[C
             def make(num_sets: int, knobs: SlotKnobs = knobs, spread: float = spread) -> list[Any]:
                 logits = torch.empty(num_sets, num_rows, vocab_size, device=DEVICE, dtype=dtype)
                 logits.normal_(std=spread)
+                one_B = torch.ones_like(slot_B)
+                first_B = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
                 rows = (
-                    WindowRows(slot_B, torch.ones_like(slot_B), full(n, torch.int32), none_B0)
+                    WindowRows(slot_B, first_B, one_B, full(n, torch.int32), none_B0)
                     for n in range(num_sets)
                 )
                 return [partial(draw, x, r, knobs) for x, r in zip(logits, rows, strict=True)]

@@ -7,10 +7,15 @@ rows, S slots, L longest sequence, P pages of a slot, E ring entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from paceline.kernels.rows import WindowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,8 @@ class StepShape:
         return self.rows * self.width
 
 
-class SlotTensors(NamedTuple):
+@dataclass(frozen=True)
+class SlotTensors:
     """What the step's own kernels read and write of slot state."""
 
     tokens_SL: Tensor
@@ -46,6 +52,11 @@ class SlotTensors(NamedTuple):
     eos_ids_SE: Tensor  # strided, -1 = unused
     stop_ids_SE: Tensor  # strided, -1 = unused
     table_SP: Tensor  # page ids, -1 = none
+
+    @cached_property
+    def arrays(self) -> SimpleNamespace:
+        """The same memory as numpy arrays, by the same names. For CPU tensors."""
+        return SimpleNamespace(**{f.name: getattr(self, f.name).numpy() for f in fields(self)})
 
 
 @dataclass(slots=True)
@@ -67,20 +78,32 @@ class BatchRows:
 
 @dataclass(slots=True)
 class StepRows:
-    """The target's batch and the windows of its rows."""
+    """The rows of a step: what the target computes, their windows, and what became of them."""
+
+    windows: WindowRows
+    start_B: Tensor  # first position that the row computes
+    row_start_B: Tensor  # its first token entry
+    query_len_B: Tensor  # positions that it computes; 0: done, or padding
+    # Written when the step is finished, at fixed shapes: tokens emitted, and the token entry of the
+    # last committed position that was computed, else 0.
+    count_B: Tensor | None = None
+    last_B: Tensor | None = None
+    plan_row_B: Tensor | None = None  # None: row b is the plan's row b
+
+
+@dataclass(slots=True)
+class PaddedRows:
+    """The rows of a step at fixed shapes."""
 
     shape: StepShape
     batch: BatchRows
     row_T: Tensor  # row of each token entry, -1 where there is none
-    start_B: Tensor  # first position that the row computes
-    num_tokens_B: Tensor  # committed tokens before the step
-    width_B: Tensor  # 1 + usable drafts; 0: the row samples nothing
-    draft_BK: Tensor  # usable drafts, -1 = none; a prefix of each row
-    sample_N: Tensor  # token entry of logits row b * W + j; 0 where nobody looks
-    # Written when the step is finished:
-    token_BW: Tensor  # emitted tokens, -1 after count
-    count_B: Tensor
-    last_B: Tensor  # token entry of the last committed position that was computed; else 0
+    sample_N: Tensor  # token entry of each logits row; 0 where no window is
+    rows: StepRows  # its row_start_B and query_len_B are the batch's
+
+    @property
+    def device(self) -> torch.device:
+        return self.row_T.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +166,10 @@ class Ring(NamedTuple):
     time_E2: Tensor  # int64: device nanoseconds at the beginning and the end of the step
     turn_1: Tensor  # int32: steps begun on the device; end_step adds one
     ticket_1: Tensor  # int32: rows whose results are written; 0 between steps
+
+    @property
+    def device(self) -> torch.device:
+        return self.turn_1.device
 
 
 RESULT_TOKENS = 4  # first token word of a row of result_EBR

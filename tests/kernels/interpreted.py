@@ -10,7 +10,7 @@ from importlib import import_module
 
 import torch
 
-from paceline.kernels.triton_cases import all_triton_cases, check
+from tests.kernels.cases.pairs import all_triton_cases, check
 from tests.parallel.forks import Forked
 
 # The interpreter computes on raw bits in bf16 and is silently wrong there.
@@ -41,11 +41,11 @@ def main(function: str, *arguments: str) -> None:
     getattr(import_module(module), name)(*arguments)
 
 
-def check_pairs(kernel: str) -> None:
-    """Every small case of one kernel."""
+def check_pairs(operation: str) -> None:
+    """Every small case of one operation."""
     failed, count = [], 0
     for case in all_triton_cases():
-        if case.is_large or case.kernel != kernel:
+        if case.is_large or case.operation != operation:
             continue
         for dtype in set(case.dtypes) & set(INTERPRETED):
             count += 1

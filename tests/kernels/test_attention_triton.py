@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.triton_cases import TritonCase, check
-from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments, cases
+from paceline.kernels.attention.reference import AttentionBatch
 from tests.gpu.engines import has_gluon_kernels
+from tests.kernels.cases.attention import DEAD, Shape, arguments, cases
+from tests.kernels.cases.pairs import TritonCase, check
 from tests.kernels.interpreted import run_interpreted
 
 SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
@@ -23,7 +23,7 @@ def outcome(
     device: torch.device, batch_rows: list[int], width: int = 4, window: int | None = None
 ) -> Tensor:
     """The last query of each of these rows of SHAPE, computed in a batch of them alone."""
-    from paceline.kernels.attention_triton import paged_attention
+    from paceline.kernels.attention.triton.attend import paged_attention
 
     qkv_TD, key, value, batch, scale = arguments(replace(SHAPE, window=window))(
         device, torch.float16
@@ -51,7 +51,7 @@ def outcome(
 
 
 def check_bits(device_name: str) -> None:
-    from paceline.kernels import attention_work_triton
+    from paceline.kernels.attention.triton import work
 
     device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
@@ -61,10 +61,10 @@ def check_bits(device_name: str) -> None:
     assert torch.equal(outcome(device, [1, 2], width=32)[0], together[1])
     # Rows in blocks, in stretches or in one span; the last two also where partials find no room.
     for name, value in (("LITTLE", 0), ("MOST_PARTIALS", 0), ("MOST_PARTIALS", 5)):
-        was = getattr(attention_work_triton, name)
-        setattr(attention_work_triton, name, value)
+        was = getattr(work, name)
+        setattr(work, name, value)
         assert torch.equal(outcome(device, [0, 1, 2]), together), (name, value)
-        setattr(attention_work_triton, name, was)
+        setattr(work, name, was)
     narrow = outcome(device, [0, 1, 2], window=WINDOW)
     assert torch.equal(outcome(device, [2, 0, 1], width=1, window=WINDOW)[1:], narrow[:2])
     assert torch.equal(outcome(device, [1, 0], width=32, window=WINDOW)[1], narrow[0])
@@ -117,15 +117,15 @@ def test_the_kernel_of_other_gpus_agrees_with_the_reference_on_hopper(
 @pytest.mark.gpu
 def test_who_computes_prompts_on_hopper() -> None:
     """What the copy engine cannot read is left to the kernel that reads everything."""
-    from paceline.kernels import attention_prefill_triton, attention_triton
+    from paceline.kernels.attention.triton import attend, tiles
 
     if not has_gluon_kernels():
         pytest.skip("made for another GPU, or another Triton")
-    from paceline.kernels import attention_prefill_hopper_triton
+    from paceline.kernels.attention.hopper import tiles as hopper_tiles
 
     device = torch.device("cuda")
 
-    hoppers, all_others = attention_prefill_hopper_triton, attention_prefill_triton
+    hoppers, all_others = hopper_tiles, tiles
     for changes, dtype, expected in (
         ({}, torch.bfloat16, hoppers),
         ({"heads": (3, 1)}, torch.float16, hoppers),
@@ -136,16 +136,16 @@ def test_who_computes_prompts_on_hopper() -> None:
     ):
         shape = replace(Shape([(40, 40)], (4, 1), 128), **changes)
         qkv_TD, key, value, batch, _ = arguments(shape)(device, dtype)
-        found = attention_triton.tiles_kernel(qkv_TD, key, value, batch)
+        found = attend.tiles_kernel(qkv_TD, key, value, batch)
         assert found is expected.attend_tiles, (changes, dtype)
 
 
 def use_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.kernels import attention_triton
+    from paceline.kernels.attention.triton import attend
 
     if not has_gluon_kernels():
         pytest.skip("it is this GPU's anyway")
-    monkeypatch.setattr(attention_triton, "is_hopper", lambda device: False)
+    monkeypatch.setattr(attend, "is_hopper", lambda device: False)
 
 
 def check_chunks(
@@ -156,8 +156,8 @@ def check_chunks(
 ) -> None:
     """Chunks begin anywhere within blocks; those of few entries read their own keys in the pages,
     others in qkv_TD, where they lie between NaN."""
-    from paceline.kernels.attention_prefill_triton import MOST_FUSED_ROWS
-    from paceline.kernels.attention_triton import paged_attention
+    from paceline.kernels.attention.triton.attend import paged_attention
+    from paceline.kernels.attention.triton.tiles import MOST_FUSED_ROWS
 
     cuts = [(127, 500), (640, 700)]  # as many as an interpreter has time for
     if device_name == "cuda":

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.kernels import dispatch
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.cases import (
+from paceline.kernels import table
+from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.panels.reference import pack_blocks, unpack
+from tests.kernels.cases.cpu import (
     Case,
     all_cases,
     attention_arguments,
@@ -18,8 +20,6 @@ from paceline.kernels.cases import (
     panel_weight,
     random_blocks,
 )
-from paceline.kernels.matmul import pack_blocks, unpack
-from paceline.kernels.rope import HeadNorms
 
 pytest.importorskip("numba")
 
@@ -30,10 +30,6 @@ SMALL = [case for case in all_cases() if not case.is_large]
 @pytest.fixture(scope="module")
 def twins() -> dict[str, tuple[Any, Any]]:
     return pairs(CPU)
-
-
-def test_every_kernel_has_cases() -> None:
-    assert {case.kernel for case in SMALL} == set(pairs(CPU))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -121,7 +117,7 @@ def test_norms_gates_and_rotations_of_a_row_do_not_depend_on_the_others(
 def test_bits_do_not_depend_on_the_number_of_threads(
     threads: int, twins: dict[str, tuple[Any, Any]]
 ) -> None:
-    from paceline.kernels.numba_team import team
+    from paceline.kernels.vector.team import team
 
     cases = [c for c in SMALL if c.kernel in ("matmul", "paged_attention", "add_rms_norm")]
     team.set_threads(1)
@@ -132,7 +128,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
             for x, y in zip(case.outcome(twins[case.kernel][1]), expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
     finally:
-        dispatch.set_threads()
+        table.set_threads()
 
 
 def test_a_nan_in_a_row_reaches_that_row_only(twins: dict[str, tuple[Any, Any]]) -> None:
@@ -150,12 +146,12 @@ def test_a_nan_in_a_row_reaches_that_row_only(twins: dict[str, tuple[Any, Any]])
 
 
 def test_without_numba_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_numba_works", lambda: False)
-    assert dispatch.pick_kernels(CPU, 64, 1) == dispatch.REFERENCE
-    assert dispatch.pick_kernels(torch.device("meta"), 64, 1) == dispatch.REFERENCE
+    monkeypatch.setattr(table, "_numba_works", lambda: False)
+    assert table.pick_kernels(CPU, 64, 1) == table.REFERENCE
+    assert table.pick_kernels(torch.device("meta"), 64, 1) == table.REFERENCE
 
 
 def test_heads_beyond_the_scratch_take_the_reference() -> None:
-    kernels = dispatch.pick_kernels(CPU, 512, 1)
-    assert kernels.paged_attention is dispatch.REFERENCE.paged_attention
-    assert kernels.rms_norm is not dispatch.REFERENCE.rms_norm
+    kernels = table.pick_kernels(CPU, 512, 1)
+    assert kernels.paged_attention is table.REFERENCE.paged_attention
+    assert kernels.rms_norm is not table.REFERENCE.rms_norm

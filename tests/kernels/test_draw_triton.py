@@ -4,6 +4,7 @@ that a winner can turn out not to be kept."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ def test_draws_over_small_chunks_agree_with_the_reference_interpreted() -> None:
 
 
 def check_small_chunks() -> None:
-    from paceline.kernels import sampling, sampling_chunks_triton, sampling_draw_triton
+    from paceline.kernels.sampling import reference as sampling
+    from paceline.kernels.sampling.triton import chunks as sampling_chunks_triton
+    from paceline.kernels.sampling.triton import draw as sampling_draw_triton
 
     # Rows of a few hundred tokens have several chunks, and top_k may be more than one holds.
     sampling_chunks_triton.MOST_CHUNK = CHUNK
@@ -30,12 +33,13 @@ def check_small_chunks() -> None:
     chance, num_drawn = random.Random(1), 0
     for _ in range(NUM_SCENES):
         logits_NV, rows, knobs = _any_scene(chance)
-        wanted_N, bad_N = sampling.draw(logits_NV, rows, knobs)
-        found_N, found_bad_N = sampling_draw_triton.draw(logits_NV, rows, knobs)
-        assert torch.equal(found_bad_N, bad_N)
-        assert torch.equal(found_N.masked_fill(bad_N, 0), wanted_N.masked_fill(bad_N, 0)), knobs
-        is_drawn_N = knobs.at(rows.logit_rows().slot_N).temperature_N > 0
-        num_drawn += int((is_drawn_N & rows.used_N() & ~bad_N).sum())
+        at = rows.logit_rows
+        wanted_M, bad_M = (t[at.row_M] for t in sampling.draw_reference(logits_NV, rows, knobs))
+        found = sampling_draw_triton.draw(logits_NV, rows, knobs)
+        found_M, found_bad_M = (t[at.row_M] for t in found)
+        assert torch.equal(found_bad_M, bad_M)
+        assert torch.equal(found_M.masked_fill(bad_M, 0), wanted_M.masked_fill(bad_M, 0)), knobs
+        num_drawn += int(((knobs.at(at.slot_M).temperature_M > 0) & ~bad_M).sum())
     # Some rows needed more than one race, and for some the k best had to be weighed one by one.
     assert len(races) > num_drawn > NUM_SCENES
     assert walks
@@ -48,8 +52,9 @@ def test_logits_that_no_temperature_can_divide_are_drawn_all_the_same() -> None:
 
 def check_lowest_logits() -> None:
     """Masked by the lowest number instead of minus infinity; what is masked for good stays so."""
-    from paceline.kernels import sampling_chunks_triton, sampling_draw_triton
-    from paceline.kernels.triton_cases_sampling import Scene
+    from paceline.kernels.sampling.triton import chunks as sampling_chunks_triton
+    from paceline.kernels.sampling.triton import draw as sampling_draw_triton
+    from tests.kernels.cases.sampling import Scene
 
     sampling_chunks_triton.MOST_CHUNK = CHUNK
     for vocab in (10, 300):
@@ -58,7 +63,7 @@ def check_lowest_logits() -> None:
         logits_NV = torch.full((4, vocab), -3e38)
         logits_NV[:, ::2] = -torch.inf
         logits_NV[:, -1] = -2e38
-        rows = scene.rows()._replace(width_B=torch.ones(4, dtype=torch.int32))
+        rows = replace(scene.rows(), width_B=torch.ones(4, dtype=torch.int32))
         token_N, bad_N = sampling_draw_triton.draw(logits_NV, rows, knobs)
         assert not bad_N.any()
         assert (logits_NV.gather(1, token_N.long()[:, None]) > -torch.inf).all()
@@ -71,13 +76,15 @@ def test_a_token_beyond_the_first_k_never_wins_interpreted() -> None:
 
 def check_nearly_equal_logits() -> None:
     """Where the bound from which races begin says nothing: its 16 bits do not tell them apart."""
-    from paceline.kernels import sampling, sampling_chunks_triton, sampling_draw_triton
-    from paceline.kernels.triton_cases_sampling import OFF, Scene
+    from paceline.kernels.sampling import reference as sampling
+    from paceline.kernels.sampling.triton import chunks as sampling_chunks_triton
+    from paceline.kernels.sampling.triton import draw as sampling_draw_triton
+    from tests.kernels.cases.sampling import OFF, Scene
 
     sampling_chunks_triton.MOST_CHUNK = CHUNK
     scene = Scene(200, batch=24, spread=1e-5, greedy=0.0, filters=OFF | {"top_k": 1.0})
     knobs = scene.knobs()._replace(top_k_S=torch.full((scene.num_slots,), 3, dtype=torch.int32))
-    rows = scene.rows()._replace(width_B=torch.ones(24, dtype=torch.int32))
+    rows = replace(scene.rows(), width_B=torch.ones(24, dtype=torch.int32))
     logits_NV = 1 + scene.logits(torch.float32)
     found_N, _ = sampling_draw_triton.draw(logits_NV, rows, knobs)
     wanted_N, _ = sampling.draw(logits_NV, rows, knobs)
@@ -85,7 +92,7 @@ def check_nearly_equal_logits() -> None:
 
 
 def _any_scene(chance: random.Random) -> tuple[Any, Any, Any]:
-    from paceline.kernels.triton_cases_sampling import OFF, Scene
+    from tests.kernels.cases.sampling import OFF, Scene
 
     alone = (OFF | {"top_p": 1.0}, OFF | {"top_k": 1.0})
     joint = (None, dict.fromkeys(OFF, 0.7), OFF | {"top_k": 1.0, "top_p": 1.0})

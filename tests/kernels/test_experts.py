@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.routing import Routing, route
+from paceline.kernels.experts.reference import ExpertWeights, Routing, route
 
 
 @pytest.mark.gpu
@@ -15,7 +14,7 @@ from paceline.kernels.routing import Routing, route
 def test_a_row_has_the_same_bits_among_any_neighbours(
     counts: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    from paceline.kernels.experts_triton import apply_experts
+    from paceline.kernels.experts.triton.products import apply_experts
 
     torch.manual_seed(0)
     few, many = counts

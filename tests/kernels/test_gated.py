@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels import gemv
-from paceline.kernels.gemv import Product
-from paceline.kernels.gpu import is_hopper
+from paceline.kernels.gpu.device import is_hopper
+from paceline.kernels.linear import reference
+from paceline.kernels.linear.reference import Product
 
 WIDTH, INPUTS = 5632, 256  # 44 tiles for 128 rows
 
@@ -29,18 +29,19 @@ def operands(rows: int, device: str, bias: bool = False) -> tuple[torch.Tensor, 
     [(1100, False, True), (5000, False, True), (900, False, False), (1100, True, False)],
 )
 def test_torch_and_the_kernel_agree_whoever_is_asked(rows: int, bias: bool, is_ours: bool) -> None:
-    from paceline.kernels import gemv_gated_triton, gemv_triton
+    from paceline.kernels.linear import hopper
+    from paceline.kernels.linear.triton import products
 
     x, product = operands(rows, "cuda", bias)
     is_ours &= is_hopper(x.device)
-    assert gemv_gated_triton.is_faster(x, product) == is_ours
+    assert hopper.is_faster(x, product) == is_ours
     torch.testing.assert_close(
-        gemv_triton.linear_silu(x, product), gemv.linear_silu(x, product), atol=3e-2, rtol=3e-2
+        products.linear_silu(x, product), reference.linear_silu(x, product), atol=3e-2, rtol=3e-2
     )
 
 
 def test_without_a_gpu_torch_multiplies() -> None:
     pytest.importorskip("triton")
-    from paceline.kernels import gemv_gated_triton
+    from paceline.kernels.linear import hopper
 
-    assert not gemv_gated_triton.is_faster(*operands(1100, "cpu"))
+    assert not hopper.is_faster(*operands(1100, "cpu"))

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from paceline.kernels import gemv_table
-from paceline.kernels.gemv_table import BUCKETS, FILE, Tile, bucket_of, pick_tile
+from paceline.kernels.linear import tiles
+from paceline.kernels.linear.tiles import BUCKETS, FILE, Tile, bucket_of, pick_tile
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_row_counts_share_the_bucket_above_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("end", ["plain", "gated", "heads", "added"])
 def test_many_rows_of_an_unknown_shape_are_torchs(end: str, dtype: torch.dtype) -> None:
-    assert pick_tile(end, 96, 72, gemv_table.MOST_ROWS_BY_DEFAULT, dtype, CPU) is not None
+    assert pick_tile(end, 96, 72, tiles.MOST_ROWS_BY_DEFAULT, dtype, CPU) is not None
     for num_rows in (65, 128, 129, 256, 257):
         assert pick_tile(end, 96, 72, num_rows, dtype, CPU) is None
 
@@ -50,7 +50,7 @@ def test_many_rows_of_an_unknown_shape_are_torchs(end: str, dtype: torch.dtype) 
 def test_many_rows_of_a_measured_shape_have_its_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = Tile("tma", 128, 128, 64, 8, 6, 4, 512, is_apart=True)
     table = {"A GPU": {"added 96x72": {"128": list(tile), "256": "cublas"}}}
-    monkeypatch.setattr(gemv_table, "_table", lambda: table)
+    monkeypatch.setattr(tiles, "_table", lambda: table)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
     device = torch.device("cuda", 7)  # no other test asks for it: answers are kept
     assert pick_tile("added", 96, 72, 100, torch.float16, device) == tile

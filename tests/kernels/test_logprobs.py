@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.kernels.logprobs import token_logprobs, token_logprobs_reference
+from paceline.kernels.logprobs.reference import token_logprobs, token_logprobs_reference
 
 
 @settings(max_examples=40, deadline=None)

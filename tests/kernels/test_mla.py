@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.dispatch import pick_latent_kernels
-from paceline.kernels.mla import LatentNorm
-from paceline.kernels.triton_cases_attention import DEAD, Shape, arguments
+from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.mla.reference import LatentNorm
+from paceline.kernels.table import pick_latent_kernels
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import DenseLinear
 from paceline.layers.mla import LatentAttention, QueryRank
 from paceline.state.pages import LayerPages
+from tests.kernels.cases.attention import DEAD, Shape, arguments
 from tests.kernels.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ SHAPE = Shape([(3, 300), (1, 1500), DEAD], (4, 1), 24, width=4)
 
 def outcome(device: torch.device, batch_rows: list[int], width: int = 4) -> Tensor:
     """The last query of each of these rows of SHAPE, computed in a batch of them alone."""
-    from paceline.kernels.mla_triton import mla_attention
+    from paceline.kernels.mla.triton.attend import mla_attention
 
     qkv_TD, page, _, batch, scale = arguments(SHAPE)(device, torch.float16)
     query_TNH = qkv_TD[:, : 4 * 24].unflatten(1, (4, 24))
@@ -142,7 +142,7 @@ def outcome(device: torch.device, batch_rows: list[int], width: int = 4) -> Tens
 
 
 def check_bits(device_name: str) -> None:
-    from paceline.kernels import attention_work_triton
+    from paceline.kernels.attention.triton import work
 
     device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
@@ -152,10 +152,10 @@ def check_bits(device_name: str) -> None:
     assert torch.equal(outcome(device, [1, 2], width=32)[0], together[1])
     # Rows in stretches or in one span; the last also where partial results find no room.
     for name, value in (("LITTLE", 0), ("MOST_PARTIALS", 0), ("MOST_PARTIALS", 5)):
-        was = getattr(attention_work_triton, name)
-        setattr(attention_work_triton, name, value)
+        was = getattr(work, name)
+        setattr(work, name, value)
         assert torch.equal(outcome(device, [0, 1, 2]), together), (name, value)
-        setattr(attention_work_triton, name, was)
+        setattr(work, name, was)
 
 
 def test_bits_are_the_rows_own_business_interpreted() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paceline.kernels.ngram import ngram_propose
+from paceline.kernels.table import ngram_propose
 
 
 def propose(history: list[int], k: int = 4, min_n: int = 2, max_n: int = 4) -> list[int]:

@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("numba")
 
-from paceline.kernels import dispatch, numba_jit
-from paceline.kernels.numba_jit import c_function, jit
-from paceline.kernels.numba_simd import atomic_add, load_i64, packed
-from paceline.kernels.numba_team import MAX_TILES, run_tiles, team
+from paceline.kernels import table
+from paceline.kernels.vector import jit as cached
+from paceline.kernels.vector.jit import c_function, jit
+from paceline.kernels.vector.simd import atomic_add, load_i64, packed
+from paceline.kernels.vector.team import MAX_TILES, run_tiles, team
 
 
 def _count_tile(arguments: int, tile: int, scratch: int) -> None:
@@ -40,7 +41,7 @@ def counted(num_tiles: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 @pytest.fixture(autouse=True)
 def _usual_threads_afterwards() -> Iterator[None]:
     yield
-    dispatch.set_threads()
+    table.set_threads()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -92,8 +93,8 @@ def test_kernels_compile_where_no_cache_can_be_written(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    monkeypatch.setattr(numba_jit, "cache_dir", lambda: blocked)
-    numba_jit._cache_folder.cache_clear()
+    monkeypatch.setattr(cached, "cache_dir", lambda: blocked)
+    cached._cache_folder.cache_clear()
     try:
 
         @jit
@@ -103,20 +104,20 @@ def test_kernels_compile_where_no_cache_can_be_written(
         assert double(21) == 42
         assert "PACELINE_CACHE" in caplog.text
     finally:
-        numba_jit._cache_folder.cache_clear()
+        cached._cache_folder.cache_clear()
 
 
 def test_machine_code_is_kept_under_the_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba_jit, "cache_dir", lambda: tmp_path)
-    numba_jit._cache_folder.cache_clear()
+    monkeypatch.setattr(cached, "cache_dir", lambda: tmp_path)
+    cached._cache_folder.cache_clear()
     try:
         kept = jit(_twice)
         assert kept(3) == 6
         assert list((tmp_path / "numba").rglob("*.nbc"))
     finally:
-        numba_jit._cache_folder.cache_clear()
+        cached._cache_folder.cache_clear()
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 7, 40])
@@ -126,8 +127,8 @@ def test_a_damaged_cache_is_compiled_over(
     caplog: pytest.LogCaptureFixture,
     keep_bytes: int,
 ) -> None:
-    monkeypatch.setattr(numba_jit, "cache_dir", lambda: tmp_path)
-    numba_jit._cache_folder.cache_clear()
+    monkeypatch.setattr(cached, "cache_dir", lambda: tmp_path)
+    cached._cache_folder.cache_clear()
     try:
         assert jit(_twice)(3) == 6
         c_function(_nothing, 1)
@@ -137,17 +138,17 @@ def test_a_damaged_cache_is_compiled_over(
         assert c_function(_nothing, 1)
         assert "remove that folder" in caplog.text
     finally:
-        numba_jit._cache_folder.cache_clear()
+        cached._cache_folder.cache_clear()
 
 
 def test_a_full_disk_costs_the_cache_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numba_jit, "cache_dir", lambda: tmp_path)
-    numba_jit._cache_folder.cache_clear()
+    monkeypatch.setattr(cached, "cache_dir", lambda: tmp_path)
+    cached._cache_folder.cache_clear()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        numba_jit._cache_folder()
+        cached._cache_folder()
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         doubled, address = jit(_twice)(3), c_function(_nothing, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -157,7 +158,7 @@ def test_a_full_disk_costs_the_cache_only(
         assert not list((tmp_path / "numba").rglob("*.nbc"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        numba_jit._cache_folder.cache_clear()
+        cached._cache_folder.cache_clear()
 
 
 def _twice(x: int) -> int:

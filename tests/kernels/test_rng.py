@@ -8,7 +8,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from paceline.kernels import rng
+from paceline.kernels.rng import numpy as arrays
+from paceline.kernels.rng import reference as rng
+from paceline.kernels.table import uniform
 
 DOMAINS = (rng.SAMPLE, rng.DRAFT, rng.ACCEPT, rng.RESAMPLE)
 
@@ -33,19 +35,19 @@ def bits_of(word: Tensor) -> np.ndarray:
 def test_numpy_shortcut_has_the_bits_of_the_tensor_reference(domain: int) -> None:
     seeds, positions = some_keys(64)
     key = rng.stream_keys(seeds, positions, domain)
-    key_array = rng.stream_keys_array(seeds.numpy(), positions.numpy(), domain)
+    key_array = arrays.stream_keys(seeds.numpy(), positions.numpy(), domain)
     assert (bits_of(key) == key_array).all()
     words = rng.hash_words(key, torch.arange(777))
-    array = rng.hash_words_array(key_array[:, :1], key_array[:, 1:], rng.token_words(777))
+    array = arrays.hash_words(key_array[:, :1], key_array[:, 1:], arrays.token_words(777))
     assert (bits_of(words) == array).all()
-    assert (rng.unit_interval(words).numpy() == rng.unit_interval_array(array)).all()
+    assert (rng.unit_interval(words).numpy() == arrays.unit_interval(array)).all()
 
 
 def test_domain_per_row_equals_one_domain_for_all() -> None:
     seeds, positions = some_keys(8)
     domains = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0], dtype=torch.int32)
     keys = rng.stream_keys(seeds, positions, domains)
-    keys_array = rng.stream_keys_array(seeds.numpy(), positions.numpy(), domains.numpy())
+    keys_array = arrays.stream_keys(seeds.numpy(), positions.numpy(), domains.numpy())
     for row, domain in enumerate(domains.tolist()):
         alone = rng.stream_keys(seeds[row : row + 1], positions[row : row + 1], domain)
         assert torch.equal(keys[row], alone[0])
@@ -69,15 +71,14 @@ def test_unit_interval_keeps_small_values_and_never_reaches_one() -> None:
 
 
 def test_uniform_equals_its_tensor_reference() -> None:
-    seeds, positions = some_keys(50)
-    zero = torch.zeros(1, dtype=torch.int32)
-    words = rng.hash_words(rng.stream_keys(seeds, positions, rng.ACCEPT), zero)
-    assert torch.equal(rng.uniform(seeds, positions, rng.ACCEPT), rng.unit_interval(words)[:, 0])
+    key = (*some_keys(50), rng.ACCEPT)
+    assert uniform.on(torch.device("cpu")) is arrays.uniform
+    assert torch.equal(uniform(*key), rng.uniform(*key))
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_consecutive_positions_give_uniform_numbers(domain: int) -> None:
-    unit = rng.uniform(*consecutive(400_000), domain).numpy()
+    unit = uniform(*consecutive(400_000), domain).numpy()
     counts, _ = np.histogram(unit, bins=256, range=(0, 1))
     assert stats.chisquare(counts).pvalue > 1e-4
 
@@ -85,7 +86,7 @@ def test_consecutive_positions_give_uniform_numbers(domain: int) -> None:
 def test_consecutive_seeds_give_uniform_numbers() -> None:
     seeds = torch.zeros((400_000, 2), dtype=torch.int32)
     seeds[:, 0] = torch.arange(400_000)
-    unit = rng.uniform(seeds, torch.full((400_000,), 17, dtype=torch.int32), rng.SAMPLE).numpy()
+    unit = uniform(seeds, torch.full((400_000,), 17, dtype=torch.int32), rng.SAMPLE).numpy()
     counts, _ = np.histogram(unit, bins=256, range=(0, 1))
     assert stats.chisquare(counts).pvalue > 1e-4
 
@@ -93,8 +94,8 @@ def test_consecutive_seeds_give_uniform_numbers() -> None:
 @pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
 def test_domains_are_independent_at_equal_seeds_and_positions(a: int, b: int) -> None:
     keys = consecutive(300_000)
-    cells = np.floor(rng.uniform(*keys, a).numpy() * 16) * 16
-    cells += np.floor(rng.uniform(*keys, b).numpy() * 16)
+    cells = np.floor(uniform(*keys, a).numpy() * 16) * 16
+    cells += np.floor(uniform(*keys, b).numpy() * 16)
     counts = np.bincount(cells.astype(np.int64), minlength=256)
     assert stats.chisquare(counts).pvalue > 1e-4
 

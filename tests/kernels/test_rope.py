@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels.rope import rotate_, write_kv
+from paceline.kernels.elementwise.reference import rotate_, write_kv
 from paceline.layers.rope import interleave_pairs, inverse_frequencies, rotation_table
 
 

@@ -20,7 +20,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from paceline.kernels.triton_cases import all_triton_cases
+from tests.kernels.cases.pairs import all_triton_cases
 
 class Hopper:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
@@ -34,11 +34,11 @@ JITFunction.run = lambda self, *args, grid, warmup, **options: launch(
 )
 seen, failed = set(), []
 for case in all_triton_cases():
-    if case.kernel in seen or case.is_large:
+    if case.operation in seen or case.is_large:
         continue
-    seen.add(case.kernel)
+    seen.add(case.operation)
     try:
-        case.function("fast")(*case.make(torch.device("cpu"), case.dtypes[-1]))
+        case.function(case.backend)(*case.make(torch.device("cpu"), case.dtypes[-1]))
     except Exception as error:
         failed.append(f"FAILED {case}: {type(error).__name__}: {error}")
 print(len(seen), "kernels", *failed, sep="\\n")
@@ -73,7 +73,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 def test_what_no_kernel_wrote_is_zero_while_kernels_are_only_compiled() -> None:
     """Tokens and rows that torch looks up meanwhile exist, whatever the memory held before."""
     pytest.importorskip("triton")
-    from paceline.kernels.triton_ahead import compiling_ahead
+    from paceline.kernels.gpu.device import compiling_ahead
 
     like = torch.full((3, 1000), 7)
     with compiling_ahead():
@@ -95,7 +95,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver, jit
-from paceline.kernels import gpu, triton_ahead
+from paceline.kernels.gpu import device as gpu
+from paceline.kernels.gpu import device as gpu
 
 made, ran = [], []
 
@@ -117,12 +118,12 @@ driver.set_active(Hopper())
 """
 
 AHEAD = """
-from paceline.kernels.norm_triton import rms_norm
+from paceline.kernels.elementwise.triton import rms_norm
 
 asked, look_up = [], jit.get_cache_key
 jit.get_cache_key = lambda *of: asked.append(of) or look_up(*of)
 x_TD, weight_D = torch.ones(4, 64), torch.ones(64)
-with triton_ahead.compiling_ahead():
+with gpu.compiling_ahead():
     for _ in range(3):
         rms_norm(x_TD, weight_D, 1e-5)
 assert len(asked) == len(made) == 1, "looked up once, and loaded"
@@ -143,28 +144,28 @@ def test_a_kernel_is_looked_up_and_loaded_once_before_it_runs(tmp_path: Path) ->
 
 PROMPTS = """
 gpu.is_hopper = lambda device: True
-from paceline.kernels import attention_triton
-from paceline.kernels.triton_cases_attention import Shape, arguments
+from paceline.kernels.attention.triton import attend
+from tests.kernels.cases.attention import Shape, arguments
 
 # Queries that the copy engine fetches and that it does not; with and without the step's own blocks.
 shapes = [Shape([(270, 300)], (4, 1), 128), Shape([(40, 150)], (3, 1), 128)]
 calls = [arguments(shape)(torch.device("cpu"), torch.bfloat16) for shape in shapes]
 for call in calls:
-    kernel = attention_triton.tiles_kernel(*call[:-1])
-    assert kernel.__module__.endswith("attention_prefill_hopper_triton"), kernel
-    attention_triton.GLUONS_TRITON = "another."
-    kernel = attention_triton.tiles_kernel(*call[:-1])
-    assert kernel.__module__.endswith("attention_prefill_triton"), kernel
-    attention_triton.GLUONS_TRITON = triton.__version__
-with triton_ahead.compiling_ahead():
+    kernel = attend.tiles_kernel(*call[:-1])
+    assert kernel.__module__.endswith("attention.hopper.tiles"), kernel
+    attend.GLUONS_TRITON = "another."
+    kernel = attend.tiles_kernel(*call[:-1])
+    assert kernel.__module__.endswith("attention.triton.tiles"), kernel
+    attend.GLUONS_TRITON = triton.__version__
+with gpu.compiling_ahead():
     for call in calls:
-        attention_triton.paged_attention(*call)
+        attend.paged_attention(*call)
 num_made = len(made)
 assert num_made and threading.main_thread() not in made
 assert not ran
 for call in calls:
     call[3].work = None
-    attention_triton.paged_attention(*call)
+    attend.paged_attention(*call)
 assert len(made) == num_made, "the first launch finds everything"
 assert ran
 """
@@ -173,7 +174,7 @@ assert ran
 def test_prompts_compile_for_hopper_in_gluon(tmp_path: Path) -> None:
     """Ahead, and by other threads, as all others; with another Triton it is left alone."""
     triton = pytest.importorskip("triton")
-    from paceline.kernels.attention_triton import GLUONS_TRITON
+    from paceline.kernels.attention.triton.attend import GLUONS_TRITON
 
     if not triton.__version__.startswith(GLUONS_TRITON):
         pytest.skip("written for another Gluon")
@@ -189,7 +190,7 @@ def test_every_launcher_is_its_own_though_they_are_loaded_at_once(
     pytest.importorskip("triton")
     from triton.runtime import build
 
-    from paceline.kernels.triton_ahead import compiling_ahead
+    from paceline.kernels.gpu.device import compiling_ahead
 
     shared = ModuleType("__triton_launcher")
 

@@ -1,0 +1,121 @@
+"""Inputs of a drafter's passes, and where its drafts go: read from slot state after the step.
+
+Owns the contracts and their torch references; never runs a model and never accepts a draft.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.step_inputs.reference import entries_of, packet_of, page_slots
+from paceline.kernels.step_rows import BatchRows, PacketLayout, PaddedRows, Ring, SlotTensors
+
+
+def shifted_tokens(padded: PaddedRows, state: SlotTensors, token_T: Tensor) -> None:
+    """For a head that reads the target's batch: the token after each of its positions.
+
+    0 where it is not known: past what is now committed, and at entries that nobody owns.
+    """
+    slot_T = padded.batch.slot_B[padded.row_T.clamp(min=0).long()].long()
+    next_T = padded.batch.position_T.long() + 1
+    is_known_T = (padded.row_T >= 0) & (next_T < state.num_tokens_S[slot_T])
+    found_T = state.tokens_SL[slot_T, next_T.where(is_known_T, 0)]
+    token_T.copy_(found_T.where(is_known_T, 0))
+
+
+def own_rows(
+    ring: Ring,
+    layout: PacketLayout,
+    padded: PaddedRows,
+    state: SlotTensors,
+    batch: BatchRows,
+    last_B: Tensor,
+    page_size: int,
+) -> None:
+    """The first pass of a stand-alone draft model, at the packet's `draft_start`.
+
+    Decode and verify rows compute their last two committed tokens, which covers full acceptance
+    and else repeats a value; prefill rows the chunk, and what was sampled after it. Rows that were
+    done before the step compute nothing. `last_B` is the entry of each row's last token, else 0.
+    """
+    packet_P = packet_of(ring)
+    num_rows, num_entries = len(last_B), len(batch.token_T)
+    slot_B = padded.batch.slot_B.long()
+    end_B = state.num_tokens_S[slot_B]
+    rows, windows = padded.rows, padded.rows.windows
+    samples_B = windows.width_B > 0
+    # Also rows that this step ended: the prefix cache may keep their pages.
+    is_live_B = padded.batch.query_len_B > 0
+    is_window_B = samples_B & (windows.length_B - rows.start_B == 1)
+    start_B = (end_B - 2).clamp(min=0).where(is_window_B, rows.start_B)
+    stop_B = end_B.where(samples_B, rows.start_B + padded.batch.query_len_B)
+    query_len_B = (stop_B - start_B).where(is_live_B, 0)
+    row_B = torch.arange(num_rows, device=last_B.device)
+    row_start_B = packet_P[layout.draft_start + row_B]
+    row_start_B = row_start_B.where(row_B < packet_P[layout.NUM_ROWS], num_entries)
+
+    batch.slot_B.copy_(slot_B)
+    batch.row_start_B.copy_(row_start_B)
+    batch.query_len_B.copy_(query_len_B)
+    batch.length_B.copy_(stop_B.where(is_live_B, 0))
+    last_B.copy_((row_start_B + query_len_B - 1).where(query_len_B > 0, 0))
+    entries = entries_of(row_start_B, query_len_B, start_B, slot_B, num_entries)
+    token_T = state.tokens_SL[entries.slot_T, entries.position_T]
+    batch.token_T.copy_(token_T.where(entries.is_owned_T, 0))
+    batch.position_T.copy_(entries.position_T)
+    batch.page_slot_T.copy_(
+        page_slots(state, entries.slot_T, entries.position_T, entries.is_owned_T, page_size)
+    )
+
+
+def next_rows(
+    token_B: Tensor,
+    j: int,
+    padded: PaddedRows,
+    state: SlotTensors,
+    batch: BatchRows,
+    page_size: int,
+    is_shifted: bool,
+) -> None:
+    """Pass j >= 1, one entry per row: draft j - 1 of each row that sampled and goes on.
+
+    A stand-alone model computes it at its own position, a head that reads shifted tokens at the
+    one before. At max_model_len the position is clamped and no page is written.
+    """
+    slot_B = padded.batch.slot_B.long()
+    goes_on_B = _goes_on(padded, state)
+    position_B = (state.num_tokens_S[slot_B].long() + j - (2 if is_shifted else 1)).where(
+        goes_on_B, 0
+    )
+    clamped_B = position_B.clamp(max=state.tokens_SL.shape[1] - 1)
+    batch.token_T.copy_(token_B.clamp(min=0).where(goes_on_B, 0))
+    batch.position_T.copy_(clamped_B)
+    batch.page_slot_T.copy_(page_slots(state, slot_B, position_B, goes_on_B, page_size))
+    batch.slot_B.copy_(slot_B)
+    batch.row_start_B.copy_(torch.arange(len(slot_B), device=slot_B.device))
+    batch.query_len_B.copy_(goes_on_B)
+    batch.length_B.copy_((clamped_B + 1).where(goes_on_B, 0))
+
+
+def store_drafts(draft_BK: Tensor, padded: PaddedRows, state: SlotTensors, is_onehot: bool) -> None:
+    """Slots of rows that sampled and go on hold exactly these drafts, and -1 beyond them.
+
+    A draft at max_model_len or later is none.
+    """
+    slot_B = padded.batch.slot_B.long()
+    goes_on_B = _goes_on(padded, state)
+    step_K = torch.arange(draft_BK.shape[1], device=slot_B.device)
+    has_room_BK = state.num_tokens_S[slot_B][:, None] + step_K < state.tokens_SL.shape[1]
+    # Rows that drafted nothing write what is there already.
+    stored_BK = state.drafts_SK[slot_B]
+    new_BK = torch.full_like(stored_BK, -1)
+    new_BK[:, : draft_BK.shape[1]] = draft_BK.where(has_room_BK, -1)
+    state.drafts_SK[slot_B] = new_BK.where(goes_on_B[:, None], stored_BK)
+    stored_B = state.drafts_onehot_S[slot_B]
+    state.drafts_onehot_S[slot_B] = torch.where(goes_on_B, int(is_onehot), stored_B)
+
+
+def _goes_on(padded: PaddedRows, state: SlotTensors) -> Tensor:
+    """bool [B]: the row sampled and its request is not done."""
+    return (padded.rows.windows.width_B > 0) & (state.done_S[padded.batch.slot_B.long()] == 0)

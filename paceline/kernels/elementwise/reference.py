@@ -1,0 +1,90 @@
+"""What a decoder layer does between its products: norms, gates, rotary heads. In torch.
+
+A residual is updated in place where the name says so. Pairs of a rotation are interleaved (2i,
+2i + 1): weights are permuted once at load (models/reader), so that a rotation is one complex
+product. Only q . k matters, so any fixed order of the pairs is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, in fp32; the result has the weight's type."""
+    return torch.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps).to(weight_D.dtype)
+
+
+def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """residual += delta in place, then its norm: the pair that opens every block."""
+    residual_TD.add_(delta_TD)
+    return rms_norm(residual_TD, weight_D, eps)
+
+
+def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
+    """silu(first half) * second half of the fused gate-up projection; overwrites its input."""
+    gate, up = gate_up_TI.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each query head and each key head, before the rotation."""
+
+    query_H: Tensor
+    key_H: Tensor
+    eps: float
+
+
+def place_heads(
+    qkv_TD: Tensor,
+    rotation_TH: Tensor,
+    norms: HeadNorms | None,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    slot_T: Tensor,
+) -> None:
+    """Norm and rotate queries and keys in place, write keys and values to their page slots.
+
+    A token's row of `qkv` holds its query heads, its key heads, its value heads.
+    """
+    num_kv, _, head_size = key_NSH.shape
+    qkv_TNH = qkv_TD.unflatten(1, (-1, head_size))
+    num_q = qkv_TNH.shape[1] - 2 * num_kv
+    query_TNH, key_TNH, value_TNH = qkv_TNH.split((num_q, num_kv, num_kv), dim=1)
+    if norms is not None:
+        query_TNH.copy_(torch.rms_norm(query_TNH, (head_size,), norms.query_H, norms.eps))
+        key_TNH.copy_(torch.rms_norm(key_TNH, (head_size,), norms.key_H, norms.eps))
+    rotate_(qkv_TNH[:, : num_q + num_kv], rotation_TH)
+    write_kv(key_NSH, value_NSH, key_TNH, value_TNH, slot_T)
+
+
+def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:
+    """Rotate pairs of the last axis in place. rotation is complex64 [T, H / 2]: cos + i sin."""
+    if x_TNH.dtype != torch.float32:  # complex numbers of two bytes a part are only half there
+        return x_TNH.copy_(rotate_(x_TNH.float(), rotation_TH))
+    pairs = torch.view_as_complex(x_TNH.unflatten(-1, (-1, 2)))
+    pairs.mul_(rotation_TH.unsqueeze(1))
+    return x_TNH
+
+
+def write_kv(
+    key_NSH: Tensor, value_NSH: Tensor, new_key_TNH: Tensor, new_value_TNH: Tensor, slot_T: Tensor
+) -> None:
+    """Write new keys and values at flat page slots (page * page_size + offset); -1 writes nothing.
+
+    The cache is head-major, [N, P * page_size, H]: the run of a sequence is one slice per head.
+    """
+    write_rows(key_NSH, new_key_TNH, slot_T)
+    write_rows(value_NSH, new_value_TNH, slot_T)
+
+
+def write_rows(cache_NSH: Tensor, new_TNH: Tensor, slot_T: Tensor) -> None:
+    # torch reads -1 as the last row, so the mask comes before the index.
+    keep = slot_T >= 0
+    if not bool(keep.all()):
+        slot_T, new_TNH = slot_T[keep], new_TNH[keep]
+    cache_NSH.index_copy_(1, slot_T.to(torch.int64), new_TNH.transpose(0, 1))
