@@ -1,8 +1,8 @@
-"""The one loop for drafters that are models: a first pass over the new tokens, then K - 1 more.
+"""The loop of all drafters that are models: one pass over the new tokens, then one per draft.
 
-A head says how its first pass is laid out and what it carries from one draft to the next. Its KV
-lives in the same page table as the target's, in layers of its own. No value on the device decides
-what the loop does, so that it can be captured.
+A head defines the layout of the first pass and what it carries from one draft to the next. Its KV
+has its own layers and uses the target's page table. No value on the device decides what the loop
+does, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.drafters.base import DraftPass, DraftStep
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.vocab import VocabShards
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import HeadModel
+from paceline.models.heads.base import HeadModel
 from paceline.sampling.draft import propose_tokens
 from paceline.state.pages import LayerPages
 
 
 class DraftHead(Protocol):
-    """What the loop asks of a model that drafts."""
+    """What the loop needs of a model that drafts."""
 
     @property
     def is_shifted(self) -> bool:
@@ -34,28 +34,28 @@ class DraftHead(Protocol):
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
-        """The features it reads; see Drafter.tap_ids."""
+        """See Drafter.tap_ids."""
 
     @property
-    def token_of_V(self) -> Tensor | None:
-        """The target's ids of a vocabulary of its own, which its logits are of."""
+    def draft_to_target_ids(self) -> Tensor | None:
+        """For a head with a smaller vocabulary: the target's id of each draft id."""
 
     @property
     def vocab(self) -> VocabShards:
-        """Which part of its vocabulary the logits of this rank are of."""
+        """The part of the head's vocabulary that this rank's logits cover."""
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
-        """Hidden states of the first pass, of `batch.inputs.wanted` if it names some."""
+        """Hidden states of the first pass, of all entries or of `batch.inputs.wanted`."""
 
     def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
-        """Hidden states one draft further; `hidden_BD` are those that the draft came from."""
+        """Hidden states of the next draft; `hidden_BD` are those of the draft before."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
 class AutoregressiveDrafter:
-    """Drafts come one by one, each from the one before."""
+    """Makes drafts one by one, each from the one before."""
 
     head: DraftHead
     max_k: int
@@ -63,7 +63,7 @@ class AutoregressiveDrafter:
 
     @property
     def lookahead(self) -> int:
-        # Past the window lies the token that was just sampled; draft K is never fed.
+        # The sampled token lies one past the window, and draft K is never fed to the model.
         return self.max_k - 1 if self.head.is_shifted else self.max_k
 
     @property
@@ -81,7 +81,7 @@ class AutoregressiveDrafter:
             return
         hidden_TD = head.first(batch, step.feature_TD)
         if not step.k or not (len(step.slot_B) or step.is_joint):
-            return  # the pass still ran: the KV stays warm while nobody speculates
+            return  # the first pass still ran, so that the head's KV has no gaps
         hidden_BD = batch.of_rows(hidden_TD)
         drafts: list[Tensor] = []
         for j in range(step.k):
@@ -95,7 +95,7 @@ class AutoregressiveDrafter:
                     step.position_B(j) if self.is_probabilistic else None,
                     j,
                     step.slots,
-                    token_of_V=head.token_of_V,
+                    draft_to_target_ids=head.draft_to_target_ids,
                     vocab=head.vocab,
                 )
             )
@@ -104,14 +104,14 @@ class AutoregressiveDrafter:
 
 @dataclass(slots=True)
 class DraftModelHead:
-    """A smaller causal LM with the target's vocabulary."""
+    """A separate, smaller causal LM with the target's vocabulary."""
 
     model: Decoder
     layer_pages: list[LayerPages]
 
     is_shifted = False
     tap_ids = ()
-    token_of_V = None
+    draft_to_target_ids = None
 
     @property
     def vocab(self) -> VocabShards:
@@ -133,7 +133,7 @@ class DraftModelHead:
 
 @dataclass(slots=True)
 class FeatureHead:
-    """EAGLE and MTP: reads the target's features first, then its own."""
+    """EAGLE and MTP: reads the target's features in the first pass, then its own."""
 
     model: HeadModel
     layer_pages: list[LayerPages]
@@ -149,8 +149,8 @@ class FeatureHead:
         return self.model.tap_ids
 
     @property
-    def token_of_V(self) -> Tensor | None:
-        return self.model.token_of_V
+    def draft_to_target_ids(self) -> Tensor | None:
+        return self.model.draft_to_target_ids
 
     @property
     def vocab(self) -> VocabShards:

@@ -1,9 +1,9 @@
-"""Prompt lookup: the sequence's own n-grams as drafts. No model, no KV, no host read."""
+"""Prompt lookup: drafts from n-grams of the sequence itself. No model, no KV, no host read."""
 
 from __future__ import annotations
 
 from paceline.drafters.base import DraftStep
-from paceline.kernels.ngram import ngram_propose
+from paceline.kernels.table import ngram_propose
 
 
 class NgramDrafter:

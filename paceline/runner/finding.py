@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -21,32 +20,13 @@ from paceline.drafters.base import Drafter, NoDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import HeadModel
-from paceline.models.head_loading import (
-    check_pair,
-    eagle3_shapes,
-    eagle_shapes,
-    load_eagle,
-    load_eagle3,
-)
-from paceline.models.head_spec import (
-    Eagle3Spec,
-    is_eagle3,
-    read_eagle3_spec,
-    read_eagle_spec,
-    read_mtp_spec,
-)
-from paceline.models.loading import (
-    DummyWeights,
-    Shapes,
-    WeightFormats,
-    WeightSource,
-    expected_shapes,
-    load_decoder,
-)
-from paceline.models.mtp_loading import load_mtp, mtp_shapes
-from paceline.models.sharding import local_spec
-from paceline.models.spec import ModelSpec, read_spec
+from paceline.models.families import read_spec
+from paceline.models.heads.base import HeadSpec
+from paceline.models.heads.registry import HEADS, pick_method
+from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.spec import ModelSpec
+from paceline.models.weight_source import DummyWeights, NamedShapes, WeightSource
 from paceline.models.weights import open_weights
 from paceline.parallel.groups import ALONE, Groups
 from paceline.sampling.verify import conditional_rates, synthetic_rates
@@ -62,14 +42,13 @@ class Found:
 
     files: ModelFiles
     spec: ModelSpec
-    role: Literal["model", "eagle", "eagle3", "mtp"] = "model"
-    eagle3: Eagle3Spec | None = None
+    head: HeadSpec | None = None  # None: a whole model
     is_draft: bool = False
 
     def local(self, groups: Groups) -> ModelSpec:
         """The sizes of one rank's part. Refuses, by name, a model that does not divide."""
         try:
-            return local_spec(self.spec, groups)
+            return self.spec.local(groups)
         except ConfigError as error:
             hint = ' Or give "draft_tensor_parallel_size": 1.' if self.is_draft else ""
             raise ConfigError(f"{self.files.name}: {error}{hint}") from None
@@ -99,29 +78,22 @@ def _about(name: str) -> Iterator[None]:
 
 
 def _find_draft(config: EngineConfig, target: Found) -> Found | None:
-    spec_config = config.speculative
-    if spec_config is None or spec_config.method == "ngram":
+    speculative = config.speculative
+    if speculative is None or speculative.method == "ngram":
         return None
-    if spec_config.method == "mtp":
-        files = target.files
-        return Found(files, read_mtp_spec(files.name, files.config, target.spec), "mtp")
-    name = spec_config.model
-    assert name is not None
-    # A load format names the target's files; a draft may come in another one.
-    load_format = "dummy" if config.model.load_format == "dummy" else "auto"
-    files = locate(name, revision=spec_config.revision, load_format=load_format)
-    knows_better = spec_config.method_is_guessed and is_eagle3(files.config)
-    method = "eagle3" if knows_better else spec_config.method
-    if method == "eagle3":
-        taps = spec_config.eagle_aux_hidden_state_layer_ids
-        head = read_eagle3_spec(name, files.config, target.spec, taps)
-        return Found(files, head.layers, "eagle3", head)
-    if method == "eagle":
-        spec = read_eagle_spec(files.config)
-        check_pair(name, spec, target.spec)
-        return Found(files, replace(spec, max_position=target.spec.max_position), "eagle")
-    if is_eagle3(files.config):
-        raise CheckpointError(f'{name!r} is an EAGLE-3 head: give "method": "eagle3".')
+    method: str = speculative.method
+    if method in HEADS and HEADS[method].is_in_target:
+        name, files = target.files.name, target.files
+    else:
+        assert speculative.model is not None, "the config requires a model for this method"
+        name = speculative.model
+        # A load format names the target's files; a draft may come in another one.
+        load_format = "dummy" if config.model.load_format == "dummy" else "auto"
+        files = locate(name, revision=speculative.revision, load_format=load_format)
+        method = pick_method(name, files.config, speculative)
+    if method in HEADS:
+        head = HEADS[method].read(name, files.config, target.spec, speculative)
+        return Found(files, head.layers, head)
     spec = read_spec(files.config)
     if spec.vocab_size != target.spec.vocab_size:
         raise CheckpointError(
@@ -179,37 +151,20 @@ class Loader:
 
     def head(self, draft: Found, target: Decoder, layers: list[LayerPages]) -> DraftHead:
         """The model of a drafter that has one."""
-        max_model_len = len(target.rotation)
-        if draft.role == "model":
+        if draft.head is None:
+            max_model_len = len(target.rotation)
             return DraftModelHead(self._decoder(draft, max_model_len, self.draft_groups), layers)
         self.progress("weights", 0.0)
-        model = self._feature_model(draft, target, max_model_len)
+        formats = self.formats_of(draft.files)
+        shapes = draft.head.shapes(target.spec)
+        with self._weights(draft, shapes, formats.device) as weights:
+            model = draft.head.load(weights, formats, target, self.draft_groups)
         self.progress("weights", 1.0)
         return FeatureHead(model, layers)
 
-    def _feature_model(self, draft: Found, target: Decoder, max_model_len: int) -> HeadModel:
-        formats, name, spec = self.formats_of(draft.files), draft.files.name, draft.spec
-        device, groups = formats.device, self.draft_groups
-        if draft.role == "mtp":
-            shapes = mtp_shapes(spec, target.spec.num_layers)
-            with self._weights(draft, shapes, device) as weights:
-                return load_mtp(name, spec, weights, formats, target, groups=groups)
-        if draft.eagle3 is not None:
-            head = draft.eagle3
-            with self._weights(draft, eagle3_shapes(head, target.spec), device) as weights:
-                return load_eagle3(
-                    *(name, head, weights, formats, target),
-                    max_model_len=max_model_len,
-                    groups=groups,
-                )
-        with self._weights(draft, eagle_shapes(spec), device) as weights:
-            return load_eagle(
-                *(name, spec, weights, formats, target), max_model_len=max_model_len, groups=groups
-            )
-
     @contextmanager
     def _weights(
-        self, found: Found, shapes: Shapes, device: torch.device
+        self, found: Found, shapes: NamedShapes, device: torch.device
     ) -> Iterator[WeightSource]:
         """The checkpoint's tensors, or random ones of the given shapes."""
         if self.config.model.load_format == "dummy":

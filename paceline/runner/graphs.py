@@ -1,6 +1,6 @@
 """Captured steps: one CUDA graph per key, all in one memory pool. Captures and replays, no policy.
 
-A key is a shape and a tail; what a graph does lies entirely in the function it was captured from.
+A key is a shape and a sampling mode; what a graph does is in the function it was captured from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.step_rows import StepShape
-from paceline.sampling.verify import Tail
+from paceline.sampling.verify import SamplingMode
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     shape: StepShape
-    tail: Tail
+    mode: SamplingMode
 
 
 @contextmanager
@@ -66,9 +66,9 @@ class Graphs:
         self._graphs[key].replay()
 
     def find(self, key: GraphKey) -> GraphKey | None:
-        """The key itself, or one with a larger tail that does the same and more."""
-        for tail in Tail:
-            if tail >= key.tail and (found := GraphKey(key.shape, tail)) in self._graphs:
+        """The key itself, or one with a larger mode that does the same and more."""
+        for mode in SamplingMode:
+            if mode >= key.mode and (found := GraphKey(key.shape, mode)) in self._graphs:
                 return found
         return None
 

@@ -1,171 +1,367 @@
-"""The CPU runner: plans in, results out, the device step in one worker thread.
+"""The runner: plans in, results out. Chooses per step how it runs: as a graph, eagerly, or late.
 
-The thread is the stream: steps run in launch order while the loop thread plans the next one.
+CPU and CUDA share it. They differ in the rows (compact or padded), in the stream that runs stages
+(a thread, or the GPU's own), and in whether there are graphs.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from paceline.runner.device_step import Device, Forwarded, step_a, step_b
-from paceline.sampling.params import slot_rows, tail_of
-from paceline.sampling.verify import Tail
-from paceline.state.staging import StagedWrites, Staging
+from paceline.kernels.processors.reference import LateBits
+from paceline.runner.captures import Captures
+from paceline.runner.graphs import GraphKey
+from paceline.runner.prompt_logprobs import PromptScores, score_prompts
+from paceline.runner.step import Device, Forwarded, RowBuilder, step_a, step_b
+from paceline.runner.streams import Stream
+from paceline.sampling.custom import CustomProcessors
+from paceline.sampling.params import mode_of, slot_rows
+from paceline.sampling.verify import NO_EXTRAS, Extras, SamplingMode
+from paceline.state.readback import RingReader
+from paceline.state.staging import SlotRow
+from paceline.state.step_buffers import RING_ENTRIES
 from paceline.step import (
-    Extent,
     InFlightStep,
     LateMasks,
     Lockstep,
     RunnerInfo,
+    SlotInit,
     StepPlan,
     StepResult,
+    StepSize,
+    TokenLogprobs,
 )
 
-logger = logging.getLogger(__name__)
+_ANY_SIZE = StepSize()
+Admissions = Sequence[tuple[SlotInit, SlotRow]]
 
 
-class CpuRunner:
-    """Owns the worker thread and the device; see step.Runner."""
+class RowSource(Protocol):
+    """Where a device keeps plans, and who lays out the rows of their steps."""
 
-    has_spare_work = False
+    has_shapes: bool  # rows are padded to a shape that the plan's step_size decides
+
+    def stage(
+        self, entry: int, plan: StepPlan, admissions: Admissions, step_size: StepSize
+    ) -> None:
+        """What the plan changes in slots and page tables. In stream order, before its step."""
+
+    def builder(self, plan: StepPlan, step_size: StepSize) -> RowBuilder: ...
+
+    def key(self, step_size: StepSize) -> GraphKey | None:
+        """The graph that holds such a step; None: none could."""
+
+
+@dataclass(slots=True)
+class _SlotNeeds:
+    """Host copy, by slot: what a step with this slot must do beside the plain one."""
+
+    mode: SamplingMode = SamplingMode.GREEDY
+    has_custom: bool = False
+    num_logprobs: int = -1
+    prompt: PromptScores | None = None
+
+    @property
+    def is_eager(self) -> bool:
+        return self.has_custom or self.prompt is not None
+
+
+class StepRunner:
+    """See step.Runner. Every method is called by the loop thread.
+
+    `make_stream` gets the reader of the ring; `captures` are None where steps are never captured.
+    """
 
     def __init__(
         self,
         device: Device,
         info: RunnerInfo,
-        num_threads: int,
+        source: RowSource,
+        make_stream: Callable[[RingReader], Stream],
+        *,
+        custom: CustomProcessors | None = None,
         lockstep: Lockstep | None = None,
+        captures: Captures | None = None,
     ) -> None:
         self._device = device
         self._info = info
+        self._source = source
+        self._custom = custom
         self.lockstep = lockstep
-        self.results = device.groups.results
-        self._staging = Staging(device.slots, device.pages)
-        # Host copy, by slot: which tail of B a slot needs.
-        self._tail_S = [Tail.GREEDY] * (info.num_slots + 1)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._work, args=(num_threads,), name="paceline-device", daemon=True
-        )
-        self._thread.start()
+        self._captures = captures
+        self._needs_S = [_SlotNeeds() for _ in range(info.num_slots + 1)]
+        self._turn = 0  # steps queued, the empty ones included; the device counts the same
+        self.reader = RingReader(device.ring, device.logprobs, self._is_idle)
+        self._stream = make_stream(self.reader)
+        self._newest: tuple[int, StepResult] | None = None  # its end is not known yet
+        self.num_eager = 0
 
     @property
     def info(self) -> RunnerInfo:
         return self._info
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return plan.extent()
+    @property
+    def stats(self) -> dict[str, float]:
+        counts = {} if self._captures is None else self._captures.stats
+        return {"num_eager": self.num_eager, **counts}
+
+    def close(self) -> None:
+        self._stream.close()
+        # NCCL waits for every graph that holds a collective of a group before it lets go of it.
+        if self._captures is not None:
+            self._captures.close()
+        self._device.groups.close()
+
+    # ---- launching
+
+    def step_size(self, plan: StepPlan) -> StepSize:
+        admitted = {init.slot: self._needs_of(init) for init in plan.admissions}
+        needs = [admitted.get(slot) or self._needs_S[slot] for slot in plan.slot_B.tolist()]
+        mode, has_graph = _kind(plan, needs)
+        return replace(plan.step_size(), tail=mode, has_graph=has_graph)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
-        is_probabilistic = self._device.drafter.is_probabilistic
+        entry = self._turn % RING_ENTRIES
+        self._turn += 1
+        admissions = self._admit(plan)
+        needs = [self._needs_S[slot] for slot in plan.slot_B.tolist()]
+        mode, has_graph = _kind(plan, needs)
+        step_size = plan.agreed
+        if step_size is None:
+            step_size = plan.step_size() if self._source.has_shapes else _ANY_SIZE
+            step_size = replace(step_size, tail=mode, has_graph=has_graph)
+        step = _Step(self, plan, entry, step_size, [n.prompt for n in needs])
+        if step.mode is SamplingMode.FULL:
+            step.asked = [(i, n.num_logprobs) for i, n in enumerate(needs) if n.num_logprobs >= 0]
+        captures = self._captures if step_size.has_graph and has_graph else None
+        key = None if captures is None else self._source.key(step_size)
+
+        def run() -> None:
+            self._stage(step, admissions)
+            if captures is not None and key is not None:
+                self.num_eager += not captures.replay(key)
+                return
+            self._run_a(step)
+            if plan.late_B is None:
+                self.num_eager += 1
+                self._run_b(step, Extras(self._custom))
+
+        self._stream.submit(step, run)
+        if not has_graph:
+            self._forget_scored(plan)
+        return step
+
+    def bind(self, step: _Step, late: LateMasks) -> None:
+        assert step.plan.late_B is not None, "bind() is for plans with late rows, once"
+        self.num_eager += 1
+        self._stream.submit(
+            step, lambda: self._run_b(step, Extras(self._custom, self._late_bits(step, late)))
+        )
+
+    def _admit(self, plan: StepPlan) -> Admissions:
         admissions = []
         for init in plan.admissions:
             row = slot_rows(
                 init.request, init.max_len, init.prompt_len, vocab_size=self._info.vocab_size
             )
             admissions.append((init, row))
-            self._tail_S[init.slot] = tail_of(init.request, sampled_drafts=is_probabilistic)
-        writes = StagedWrites(admissions, plan.page_appends)
-        tail = max((self._tail_S[s] for s in plan.slot_B.tolist()), default=Tail.GREEDY)
+            self._needs_S[init.slot] = self._needs_of(init)
+        return admissions
+
+    def _needs_of(self, init: SlotInit) -> _SlotNeeds:
+        params, most = init.request.params, self._info.vocab_size
+        is_probabilistic = self._device.drafter.is_probabilistic
+        return _SlotNeeds(
+            mode=mode_of(init.request, sampled_drafts=is_probabilistic),
+            has_custom=bool(params.logits_processors),
+            num_logprobs=-1 if params.logprobs is None else min(params.logprobs, most),
+            prompt=PromptScores.of(init),
+        )
+
+    def _forget_scored(self, plan: StepPlan) -> None:
+        """From its last prompt position on, a request is like any other."""
+        for slot, end in zip(plan.slot_B.tolist(), plan.length_bound_B.tolist(), strict=True):
+            prompt = self._needs_S[slot].prompt
+            if prompt is not None and end >= prompt.last:
+                self._needs_S[slot].prompt = None
+
+    # ---- stages, in stream order
+
+    def _stage(self, step: _Step, admissions: Admissions) -> None:
+        self._device.groups.contract.launch(step.plan.step)
+        if self._custom is not None:
+            for init, _ in admissions:  # in stream order: a former owner may be in flight
+                params = init.request.params
+                names = tuple(params.logits_processors or ())
+                self._custom.assign(init.slot, names, params.extra_args)
+        self._source.stage(step.entry, step.plan, admissions, step.step_size)
+
+    def _run_a(self, step: _Step) -> None:
+        builder = self._source.builder(step.plan, step.step_size)
+        # Prompt scores read all hidden states; all ranks must know whether there are any.
+        forwarded = step_a(self._device, builder, keeps_all=not step.step_size.has_graph)
+        if forwarded.hidden_TD is not None and any(step.scores):
+            rows = builder.rows
+            step.prompt_logprobs = score_prompts(
+                self._device.model, step.plan, step.scores, rows, forwarded.hidden_TD
+            )
+        step.forwarded = forwarded
+
+    def _run_b(self, step: _Step, extras: Extras = NO_EXTRAS) -> None:
+        forwarded, step.forwarded = step.forwarded, None
+        assert forwarded is not None, "B runs once, after A"
+        is_late = step.plan.late_B is not None
+        on_result = None if is_late else step.deliver
+        step_b(self._device, forwarded, step.mode, extras, on_result)
+        if is_late:
+            step.deliver()
+        if step.result is not None:  # the loop thread read it before the drafts were made
+            step.result.device_end_s = self.reader.end_s(step.entry)
+
+    def _late_bits(self, step: _Step, late: LateMasks) -> LateBits:
+        forwarded = step.forwarded
+        assert forwarded is not None, "A ran before"
+        rows, device = forwarded.builder.rows, self._device.slots.device
+        plan_row = np.arange(len(rows.windows.slot_B))
+        if rows.plan_row_B is not None:
+            plan_row = rows.plan_row_B.numpy()
+        index_of = np.full(step.plan.num_rows, -1, np.int32)
+        index_of[late.row_R] = np.arange(len(late.row_R))
+        index_B = np.where(plan_row < len(index_of), index_of[plan_row % len(index_of)], -1)
+        return LateBits(
+            torch.from_numpy(index_B.astype(np.int32)).to(device),
+            torch.from_numpy(late.mask_RWV).to(device),
+        )
+
+    # ---- results
+
+    def is_over(self, step: _Step, within_s: float) -> bool:
+        return self._stream.is_over(step, within_s)
+
+    def wait(self, step: _Step) -> StepResult:
+        self._stream.wait(step)
+        plan, entry, reader = step.plan, step.entry, self.reader
+        result = reader.result(entry, plan)
+        if self._device.groups.results is not None:
+            self._device.groups.results.compare(result)
+        result.prompt_logprobs = step.prompt_logprobs
+        result.logprobs = reader.logprobs(entry, result, step.asked)
         if plan.late_B is not None:
-            tail = Tail.FULL
-        step = _CpuStep(self, self._device, plan, tail)
-        self.submit(step, lambda: step.run_a(writes, self._staging))
-        if plan.late_B is None:
-            self.submit(step, lambda: step.run_b(None))
-        return step
+            # The host needs the drafts to build the next masks: this copy waits for drafting.
+            slot_B = torch.from_numpy(plan.slot_B).to(self._device.slots.device)
+            drafts_BK = self._device.slots.drafts_SK.index_select(0, slot_B)[:, : plan.k]
+            result.draft_BK = drafts_BK.cpu().numpy()
+        if self._newest is not None:
+            # This step has begun, so the one before it has ended.
+            newest_entry, newest = self._newest
+            newest.device_end_s = reader.end_s(newest_entry)
+        result.device_end_s = max(result.device_start_s, reader.end_s(entry))
+        step.result = result
+        self._newest = (entry, result)
+        return result
+
+    def _is_idle(self, waited_s: float) -> bool:
+        contract = self._device.groups.contract
+        if contract.log is not None and waited_s > contract.timeout_s:
+            # Collectives wait on the device for ever: this is where a rank that is late shows.
+            raise contract.stalled(contract.log.ranks, waited_s=waited_s)
+        is_gpu = self._device.slots.device.type == "cuda"
+        return not is_gpu or torch.cuda.current_stream().query()
+
+    # ---- preparing
+
+    def run_empty(self, key: GraphKey) -> None:
+        """A step of some shape without rows: to warm up, to capture, to set the clock."""
+        assert self._captures is not None
+        self._captures.write_empty(self._turn % RING_ENTRIES)
+        self._turn += 1
+        self._captures.run(key)
+
+    def prepare(self, progress: Callable[[str, float], None]) -> None:
+        """Compile and capture what must be there before the first request; the rest when idle."""
+        if self._captures is None:
+            return
+        self._captures.compile(progress)
+        self._set_clock()
+        self._captures.prepare(self.run_empty, progress)
+
+    @property
+    def has_spare_work(self) -> bool:
+        return self._captures is not None and self._captures.has_more
 
     def use_spare_time(self) -> bool:
-        return False
+        """Capture one more graph while no request waits. False: there is nothing left to do."""
+        return self._captures is not None and self._captures.capture_next(self.run_empty)
 
     def rest(self) -> None:
         pass
 
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(timeout=30)
-
-    def submit(self, step: _CpuStep, stage: Callable[[], None]) -> None:
-        """Queue a stage of a step. A failed stage poisons the runner: the state is not known."""
-
-        def job() -> None:
-            if self._failure is None:
-                try:
-                    stage()
-                except Exception as error:
-                    logger.exception("the device step failed")
-                    self._failure = error
-            if self._failure is not None:
-                step.fail(self._failure)
-
-        self._jobs.put(job)
-
-    def _work(self, num_threads: int) -> None:
-        # OpenMP settings belong to the thread that computes.
-        torch.set_num_threads(num_threads)
-        torch.set_grad_enabled(False)
-        while (job := self._jobs.get()) is not None:
-            job()
+    def _set_clock(self) -> None:
+        """Where the device's clock stands against the host's, by a step without rows."""
+        assert self._captures is not None
+        key, reader = self._captures.smallest_key(), self.reader
+        self.run_empty(key)
+        entry = self._turn % RING_ENTRIES
+        before_s = time.perf_counter()
+        self.run_empty(key)
+        if self._device.slots.device.type == "cuda":
+            torch.cuda.synchronize()
+        reader.clock_offset_s = 0.0
+        if reader.end_s(entry) > 0:
+            middle_s = (before_s + time.perf_counter()) / 2
+            device_s = (reader.start_s(entry) + reader.end_s(entry)) / 2
+            reader.clock_offset_s = middle_s - device_s
 
 
-class _CpuStep:
-    """One launched step: A and B run on the worker thread; the result is waited for elsewhere."""
+def _kind(plan: StepPlan, needs: list[_SlotNeeds]) -> tuple[SamplingMode, bool]:
+    """The mode of a step, and whether a graph can hold it."""
+    if plan.late_B is not None:
+        return SamplingMode.FULL, False
+    mode = max((n.mode for n in needs), default=SamplingMode.GREEDY)
+    # Prompt scores, late masks and custom processors read the device.
+    return mode, not any(n.is_eager for n in needs)
 
-    def __init__(self, runner: CpuRunner, device: Device, plan: StepPlan, tail: Tail) -> None:
-        self._runner = runner
-        self._device = device
-        self._plan = plan
-        self._tail = tail
-        self._ready = threading.Event()
-        self._forwarded: Forwarded | None = None
-        self._result: StepResult | None = None
-        self._error: BaseException | None = None
-        self._started_s = 0.0
+
+@dataclass(slots=True)
+class _Step:
+    """One launched step; see step.InFlightStep."""
+
+    runner: StepRunner
+    plan: StepPlan
+    entry: int
+    step_size: StepSize
+    scores: list[PromptScores | None]  # prompts to score, by plan row
+    asked: list[tuple[int, int]] = field(default_factory=list)  # rows that want logprobs
+    forwarded: Forwarded | None = None  # between A and B
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    result: StepResult | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    @property
+    def mode(self) -> SamplingMode:
+        return SamplingMode(self.step_size.tail)
 
     def bind(self, late: LateMasks) -> None:
-        assert self._plan.late_B is not None, "bind() is for plans with late rows"
-        self._runner.submit(self, lambda: self.run_b(late))
+        self.runner.bind(self, late)
+
+    def is_over(self, within_s: float) -> bool:
+        return self.runner.is_over(self, within_s)
 
     def wait(self) -> StepResult:
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        if self._runner.results is not None:
-            self._runner.results.compare(self._result)
-        return self._result
+        return self.runner.wait(self)
 
-    def run_a(self, writes: StagedWrites, staging: Staging) -> None:
-        self._started_s = time.perf_counter()
-        staging.apply(writes)
-        if self._device.custom is not None:
-            # In stream order, like every write to a slot: a former owner may be in flight.
-            for init, _ in writes.admissions:
-                params = init.request.params
-                names = tuple(params.logits_processors or ())
-                self._device.custom.assign(init.slot, names, params.extra_args)
-        self._forwarded = step_a(self._device, self._plan)
-
-    def run_b(self, late: LateMasks | None) -> None:
-        assert self._forwarded is not None
-        step_b(self._device, self._plan, self._forwarded, self._tail, late, self._deliver)
-        self._forwarded = None
-        assert self._result is not None
-        self._result.device_end_s = time.perf_counter()
+    def deliver(self) -> None:
+        """The results are in the ring."""
+        self.ready.set()
 
     def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._ready.set()
-
-    def _deliver(self, result: StepResult) -> None:
-        # The end moves once more when drafting is over; the next step's result finds it final.
-        result.device_start_s, result.device_end_s = self._started_s, time.perf_counter()
-        self._result = result
-        self._ready.set()
+        self.error = error
+        self.ready.set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.kernels.step_rows import StepShape
-from paceline.step import Extent, StepPlan
+from paceline.step import StepPlan, StepSize
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with prompt chunks: rows cost little there, and tokens cost much.
@@ -52,17 +52,17 @@ class Buckets:
             k_tiers=(0, max_k) if max_k else (0,),
         )
 
-    def shape_of(self, extent: Extent) -> StepShape:
+    def shape_of(self, step_size: StepSize) -> StepShape:
         """The smallest shape with room for it; above the largest bucket, one of its own."""
-        k = self.k_tiers[bisect_left(self.k_tiers, extent.k)]
-        if extent.is_uniform:
-            rows = _at_least(self.rows, max(extent.rows, 1))
+        k = self.k_tiers[bisect_left(self.k_tiers, step_size.k)]
+        if step_size.is_uniform:
+            rows = _at_least(self.rows, max(step_size.rows, 1))
             return StepShape(rows, rows * (k + 1), k, True)
-        rows = _at_least(self.mixed_rows, extent.rows)
-        index = bisect_left(self.mixed_tokens, extent.tokens)
+        rows = _at_least(self.mixed_rows, step_size.rows)
+        index = bisect_left(self.mixed_tokens, step_size.tokens)
         if index < len(self.mixed_tokens):
             return StepShape(rows, self.mixed_tokens[index], k, False)
-        return StepShape(rows, -(-extent.tokens // EAGER_TOKENS) * EAGER_TOKENS, k, False)
+        return StepShape(rows, -(-step_size.tokens // EAGER_TOKENS) * EAGER_TOKENS, k, False)
 
     def is_captured(self, shape: StepShape) -> bool:
         """False for shapes above the largest bucket."""

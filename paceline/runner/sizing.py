@@ -54,9 +54,16 @@ def num_pages(
 
 
 def kv_budget(cache: CacheConfig, gpu: MemoryReading | None, cpu_free_bytes: int) -> int:
-    """Bytes that the KV cache may take."""
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes
+    """Bytes that the KV cache of one rank may take. `cpu_free_bytes`: this rank's share."""
+    asked = cache.kv_cache_memory_bytes
+    if asked is not None:
+        most, of = (cpu_free_bytes, "available to") if gpu is None else (gpu.total, "on the GPU of")
+        if asked > most:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {asked} ({asked / GIB:.2f} GiB) is more than the {most} "
+                f"bytes ({most / GIB:.2f} GiB) {of} this rank; lower it or free some memory."
+            )
+        return asked
     if gpu is not None:
         return max(int(gpu.total * cache.gpu_memory_utilization) - gpu.used, 0)
     return min(DEFAULT_CPU_KV_BYTES, cpu_free_bytes // 2)

@@ -6,7 +6,6 @@ Here for the CPU; runner/startup_cuda does the same for a GPU.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.kernels.dispatch import has_numba
+from paceline.kernels.table import has_numba
 from paceline.layers.linear import (
     block_panels,
     exact_linear,
@@ -23,26 +22,26 @@ from paceline.layers.linear import (
     packed_fp16_works,
 )
 from paceline.models.layout import add_pages
-from paceline.models.loading import WeightFormats
+from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
-from paceline.parallel.placement import LONE_SEAT, Seat
-from paceline.runner.device_step import Device
+from paceline.observe.memory import host_memory
+from paceline.parallel.placement import ONLY_RANK, RankPlace
+from paceline.runner.assemble import assemble, custom_processors
+from paceline.runner.compact_rows import CompactSource
 from paceline.runner.finding import (
     Found,
     Loader,
     Progress,
     find_models,
-    forced_rates,
     make_drafter,
     wanted_length,
 )
 from paceline.runner.info import runner_info, token_bytes
 from paceline.runner.ranks import Ranks, cuda_device, open_ranks, steps_together
-from paceline.runner.runner import CpuRunner
+from paceline.runner.runner import StepRunner
 from paceline.runner.sizing import kv_budget, num_pages, page_bytes
+from paceline.runner.streams import ThreadStream
 from paceline.runner.warm_up import warm_up
-from paceline.sampling.custom import CustomProcessors
-from paceline.sampling.verify import AcceptRules
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from paceline.step import Runner
@@ -53,7 +52,7 @@ _KV_DTYPE = torch.float32
 _CPU = torch.device("cpu")
 
 
-def build_runner(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEAT) -> Runner:
+def build_runner(config: EngineConfig, progress: Progress, place: RankPlace = ONLY_RANK) -> Runner:
     """Everything between `paceline serve` and the first step, for one device."""
     torch.set_grad_enabled(False)
     progress("opening the device", 0.0)
@@ -68,19 +67,19 @@ def build_runner(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEA
     if is_gpu:
         from paceline.runner.startup_cuda import build_fixed_runner
 
-        return build_fixed_runner(config, progress, seat, *cuda_device(config, seat))
-    return _build_cpu_runner(config, progress, seat)
+        return build_fixed_runner(config, progress, place, *cuda_device(config, place))
+    return _build_cpu_runner(config, progress, place)
 
 
-def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
-    num_threads = config.device.cpu_threads or default_threads(seat.layout.num_ranks)
+def _build_cpu_runner(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
+    num_threads = config.device.cpu_threads or default_threads(place.layout.num_ranks)
     torch.set_num_threads(num_threads)
     progress("locating the model", 0.0)
     found = find_models(config)
-    ranks = open_ranks(config, seat, [f.spec for f in found], "gloo")
+    ranks = open_ranks(config, place, [f.spec for f in found], "gloo")
     # Sizes first: what cannot fit is refused before gigabytes are read.
     specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
-    free_bytes = _free_memory_bytes() // seat.layout.num_ranks
+    free_bytes = host_memory().available // place.layout.num_ranks
     max_model_len = ranks.smallest("length", _max_model_len(config, found, specs, free_bytes))
     slots, pages = _state(config, specs, max_model_len, ranks, free_bytes)
     loader = Loader(
@@ -94,32 +93,29 @@ def _build_cpu_runner(config: EngineConfig, progress: Progress, seat: Seat) -> R
     layers = [_layers(pages, spec) for spec in specs]
     ranks.meet("target")
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
-    rates = forced_rates(config.speculative)
-    names = config.model.logits_processors
-    device = Device(
-        model=model,
-        layer_pages=layers[0],
-        drafter=make_drafter(config.speculative, head),
-        slots=slots,
-        pages=pages,
-        rules=AcceptRules() if rates is None else AcceptRules.synthetic(rates, _CPU),
-        custom=CustomProcessors(names, model.spec.vocab_size, _CPU) if names else None,
-        groups=ranks.groups,
-    )
+    drafter = make_drafter(config.speculative, head)
+    device = assemble(config, (model, layers[0]), drafter, (slots, pages), ranks.groups)
     info = runner_info(
         config,
         found,
         (slots, pages),
-        device.drafter,
+        drafter,
         sum(token_bytes(specs, _KV_DTYPE.itemsize)),
         device="cpu",
         dtype=_formats(config, found[0].files).name,
         weights_bytes=model.nbytes,
     )
-    runner = CpuRunner(device, info, num_threads, ranks.lockstep)
+    runner = StepRunner(
+        device,
+        info,
+        CompactSource(device),
+        lambda _: ThreadStream(num_threads),
+        custom=custom_processors(config, slots),
+        lockstep=ranks.lockstep,
+    )
     ranks.meet("draft")
     progress("warming up", 0.0)
-    warm_up(runner, is_joint=steps_together(seat.layout, [f.spec for f in found]))
+    warm_up(runner, is_joint=steps_together(place.layout, [f.spec for f in found]))
     progress("ready", 1.0)
     return runner
 
@@ -222,7 +218,3 @@ def _state(
 
 def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
     return add_pages(pages, spec, _KV_DTYPE)
-
-
-def _free_memory_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,40 +12,39 @@ import torch
 from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
 from paceline.drafters.base import Drafter
-from paceline.kernels.finish import Forced
+from paceline.kernels.gpu.device import open_compiler
 from paceline.kernels.step_rows import PacketLayout
-from paceline.kernels.triton_ahead import open_compiler
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.layout import add_pages
-from paceline.models.loading import WeightFormats
+from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import Backend
-from paceline.parallel.placement import LONE_SEAT, Seat
-from paceline.runner.cuda_runner import CudaRunner
+from paceline.parallel.placement import ONLY_RANK, RankPlace
+from paceline.runner.assemble import assemble, custom_processors
+from paceline.runner.captures import Captures
 from paceline.runner.finding import (
     Found,
     Loader,
     Progress,
     find_models,
-    forced_rates,
     make_drafter,
     wanted_length,
 )
-from paceline.runner.fixed_step import FixedDevice
+from paceline.runner.graphs import GraphKey, Graphs
 from paceline.runner.info import runner_info, token_bytes
+from paceline.runner.padded_rows import PaddedSource
 from paceline.runner.ranks import Ranks, open_ranks
+from paceline.runner.runner import StepRunner
 from paceline.runner.shapes import EAGER_TOKENS, Buckets
 from paceline.runner.sizing import MemoryReading, StepSizes, num_pages, page_bytes, step_bytes
-from paceline.sampling.custom import CustomProcessors
-from paceline.sampling.fixed import scratch_bytes
+from paceline.runner.step import Device, step_a, step_b
+from paceline.runner.streams import DirectStream
+from paceline.sampling.verify import scratch_bytes
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import (
     Capacity,
     StepBuffers,
-    make_logprobs,
-    make_ring,
-    slot_tensors,
 )
 from paceline.step import Runner, RunnerInfo
 
@@ -60,7 +59,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def build_fixed_runner(
     config: EngineConfig,
     progress: Progress,
-    seat: Seat = LONE_SEAT,
+    place: RankPlace = ONLY_RANK,
     device: torch.device = _GPU,
     backend: Backend = "gloo",
 ) -> Runner:
@@ -69,7 +68,7 @@ def build_fixed_runner(
         _open(device)
     progress("locating the model", 0.0)
     found = find_models(config)
-    ranks = open_ranks(config, seat, [f.spec for f in found], backend)
+    ranks = open_ranks(config, place, [f.spec for f in found], backend)
     specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
     max_model_len, _ = wanted_length(config, found)
     dtype = compute_dtype(config, found[0].files)
@@ -92,33 +91,30 @@ def build_fixed_runner(
     layers = [add_pages(pages, spec, dtype) for spec in specs]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     progress("making room for steps", 0.0)
-    rates = forced_rates(config.speculative)
     drafter = make_drafter(config.speculative, head)
     row_appends = _max_row_appends(capacity.k, drafter, pages.page_size)
     layout = PacketLayout(capacity.rows, capacity.rows * row_appends)
-    ring = make_ring(capacity, layout, device)
-    fixed = FixedDevice(
-        model=model,
-        layer_pages=layers[0],
-        drafter=drafter,
-        slots=slots,
-        pages=pages,
-        state=slot_tensors(slots, pages),
-        buffers=StepBuffers(capacity, device),
-        ring=ring,
-        layout=layout,
-        logprobs=make_logprobs(capacity, config.model.max_logprobs, ring),
-        forced=None if rates is None else Forced(torch.tensor(rates, device=device)),
-        groups=ranks.groups,
-    )
-    names = config.model.logits_processors
-    runner = CudaRunner(
-        fixed,
-        _info(config, found, specs, fixed, dtype, row_appends),
-        buckets,
-        custom=CustomProcessors(names, slots.vocab_size, device) if names else None,
+    parts = assemble(config, (model, layers[0]), drafter, (slots, pages), ranks.groups, layout)
+    source = PaddedSource(parts, StepBuffers(capacity, device), layout, buckets)
+
+    def run(key: GraphKey) -> None:
+        step_b(parts, step_a(parts, source.of_shape(key.shape)), key.mode)
+
+    uses_graphs = _uses_graphs(config, ranks, device, backend)
+    runner = StepRunner(
+        parts,
+        _info(config, found, specs, parts, dtype, row_appends),
+        source,
+        DirectStream,
+        custom=custom_processors(config, slots),
         lockstep=ranks.lockstep,
-        use_graphs=_uses_graphs(config, ranks, device, backend),
+        captures=Captures(
+            run,
+            source.writer.write_empty,
+            buckets,
+            Graphs(run, device) if uses_graphs else None,
+            compiles=device.type == "cuda",
+        ),
     )
     ranks.meet("draft")
     runner.prepare(progress)
@@ -251,20 +247,20 @@ def _info(
     config: EngineConfig,
     found: list[Found],
     specs: list[ModelSpec],
-    fixed: FixedDevice,
+    parts: Device,
     dtype: torch.dtype,
     row_appends: int,
 ) -> RunnerInfo:
-    is_gpu = fixed.slots.device.type == "cuda"
+    is_gpu = parts.slots.device.type == "cuda"
     return runner_info(
         config,
         found,
-        (fixed.slots, fixed.pages),
-        fixed.drafter,
+        (parts.slots, parts.pages),
+        parts.drafter,
         sum(token_bytes(specs, dtype.itemsize)),
         pays_for_missing_drafts=True,
         max_row_appends=row_appends,
         device=torch.cuda.get_device_name() if is_gpu else "cpu",
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=fixed.model.nbytes,
+        weights_bytes=parts.model.nbytes,
     )

@@ -39,7 +39,7 @@ def warm_up(runner: Runner, *, is_joint: bool = False) -> None:
     plans[0].admissions = [init]
     for plan in plans:
         if is_joint:
-            plan.agreed = runner.extent(plan)
+            plan.agreed = runner.step_size(plan)
         runner.launch(plan).wait()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError, InvalidRequest, nearest
-from paceline.kernels.rows import LogitRows
+from paceline.kernels.rows import WindowRows
 from paceline.state.slots import CUSTOM, Slots
 
 logger = logging.getLogger(__name__)
@@ -63,25 +63,25 @@ class CustomProcessors:
         else:
             self._chosen.pop(slot, None)
 
-    def apply(self, logits_NV: Tensor, rows: LogitRows, slots: Slots) -> None:
-        """Run each row's processors, in the order its request named them."""
-        rows = rows.having(slots.features_S, CUSTOM)
-        if rows.draft_NK.shape[1] > 0:
-            # Rows behind a missing draft are never used, and -1 is no token to show to anybody.
-            step_K = torch.arange(rows.draft_NK.shape[1], device=logits_NV.device)
-            missing_NK = (step_K < rows.offset_N[:, None]) & (rows.draft_NK < 0)
-            rows = rows.where(~missing_NK.any(1))
-        row_N, slot_N, offset_N, length_N = (t.tolist() for t in rows[:4])
-        for i, slot in enumerate(slot_N):
+    def apply(self, logits_NV: Tensor, windows: WindowRows, slots: Slots) -> None:
+        """Run each row's processors, in the order its request named them. Reads the device."""
+        rows = windows.on_cpu().logit_rows.having(slots.features_S.cpu(), CUSTOM)
+        if rows.draft_MK.shape[1] > 0:
+            # Rows behind a missing draft are never used, and -1 is no token to show.
+            step_K = torch.arange(rows.draft_MK.shape[1])
+            missing_MK = (step_K < rows.offset_M[:, None]) & (rows.draft_MK < 0)
+            rows = rows.where(~missing_MK.any(1))
+        row_M, slot_M, offset_M, length_M, drafts_MK = (t.tolist() for t in rows[:5])
+        for i, slot in enumerate(slot_M):
             names, extra_args = self._chosen.get(slot, ((), {}))
-            committed = slots.tokens_SL[slot, : length_N[i]]
+            committed = slots.tokens_SL[slot, : length_M[i]]
             view = SlotView(
-                tokens=torch.cat((committed, rows.draft_NK[i, : offset_N[i]])),
+                tokens=torch.cat((committed, committed.new_tensor(drafts_MK[i][: offset_M[i]]))),
                 prompt_len=int(slots.prompt_len_S[slot]),
                 extra_args=extra_args,
             )
             for name in names:
-                self._run(name, logits_NV[row_N[i]], view, length_N[i] + offset_N[i])
+                self._run(name, logits_NV[row_M[i]], view, length_M[i] + offset_M[i])
 
     def _run(self, name: str, logits_V: Tensor, view: SlotView, position: int) -> None:
         # Foreign code may raise anything; a NaN row makes verification end this request alone.

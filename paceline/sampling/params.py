@@ -19,7 +19,7 @@ from paceline.request import (
     EngineRequest,
     SamplingParams,
 )
-from paceline.sampling.verify import Tail
+from paceline.sampling.verify import SamplingMode
 from paceline.state.slots import (
     ALLOWED,
     BAD_WORDS,
@@ -61,13 +61,13 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def tail_of(request: EngineRequest, *, sampled_drafts: bool = False) -> Tail:
-    """The tail a request needs; `sampled_drafts` when the drafter is probabilistic."""
+def mode_of(request: EngineRequest, *, sampled_drafts: bool = False) -> SamplingMode:
+    """The mode a request needs; `sampled_drafts` when the drafter is probabilistic."""
     if features_of(request):
-        return Tail.FULL
+        return SamplingMode.FULL
     if is_greedy(request.params):
-        return Tail.GREEDY
-    return Tail.FULL if sampled_drafts else Tail.SAMPLE
+        return SamplingMode.GREEDY
+    return SamplingMode.FULL if sampled_drafts else SamplingMode.SAMPLE
 
 
 def slot_rows(
@@ -94,7 +94,6 @@ def slot_rows(
         "seed_S2": np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32),
         "features_S": features,
         "num_logprobs_S": -1 if params.logprobs is None else params.logprobs,
-        "num_prompt_logprobs_S": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
     }
     if features & PENALTIES:
         rows["presence_S"] = params.presence_penalty

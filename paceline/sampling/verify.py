@@ -1,80 +1,70 @@
-"""Verification, of which sampling is the case K = 0: logits and drafts in, emitted tokens out.
+"""Verification, of which sampling is the case K = 0: logits and drafts in, one verdict each out.
 
-Reads slot state by slot, never writes it, and decides every stop that the device decides.
+Reads slot state by slot, never writes it. Where a window ends is `kernels/finish`.
 
-Shape letters: B rows that sample, N logits rows, M some of them, K drafts, W = K + 1, S slots,
-V vocabulary.
+Shape letters: B rows of the step, N logits rows, K drafts, W = K + 1, S slots, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels import rng
-from paceline.kernels.rows import LogitRows
-from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions, draw_windows
-from paceline.kernels.verify import (
-    Limits,
-    Verdicts,
-    Windows,
-    accept_sampled,
-    residual_logits,
-    settle_windows,
-)
+from paceline.kernels import table
+from paceline.kernels.logprobs.reference import LogprobResults
+from paceline.kernels.processors.reference import LateBits, Penalties, Stops
+from paceline.kernels.rows import FeatureMask, WindowRows
+from paceline.kernels.sampling.reference import SlotKnobs
+from paceline.kernels.verify.reference import SampledDrafts, Verdicts
 from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.custom import CustomProcessors
-from paceline.sampling.logits import logit_rows, process_logits
-from paceline.sampling.logprobs import Logprobs, RawRows
-from paceline.sampling.window import Window
-from paceline.state.slots import Slots
+from paceline.state.slots import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    CUSTOM,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTIES,
+    Slots,
+)
 
-BY_EQUALITY, ACCEPTED = -1, 1  # 0 is rejected
-# Whole distributions of p and q exist for so many rows at a time, whatever the batch and K.
-ROWS_AT_ONCE = 64
 
-
-class Tail(IntEnum):
-    """How much of verification a step needs; a step's tail is the largest of its rows'."""
+class SamplingMode(IntEnum):
+    """How much of verification a step needs; a step's mode is the largest of its rows'."""
 
     GREEDY = 0
     SAMPLE = 1
     FULL = 2  # any processor, logprobs or sampled drafts in the batch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AcceptRules:
-    """Standard verification, or acceptance forced with a rate per window position."""
+class Synthetic(NamedTuple):
+    """Synthetic acceptance, for benchmarks and tests: by chance instead of by the tokens."""
 
-    rates_K: Tensor | None = None  # float32: chance of each draft, given those before it
-
-    @classmethod
-    def synthetic(cls, rates: tuple[float, ...], device: torch.device) -> AcceptRules:
-        """With `conditional_rates`."""
-        return cls(torch.tensor(rates, dtype=torch.float32, device=device))
+    rates_K: Tensor  # float32: chance of each draft, given those before it
 
 
-@dataclass(slots=True)
-class Accepted:
-    """What each row emits."""
+class Extras(NamedTuple):
+    """What few steps bring along."""
 
-    token_BW: Tensor  # int32, -1 after count
-    count_B: Tensor  # int32
-    done_B: Tensor  # int32: request.Done
-    num_drafts_B: Tensor  # int32: real drafts verified
-    num_accepted_B: Tensor  # int32: drafts among the emitted tokens, never the bonus
-    logprobs: Logprobs | None = None
+    custom: CustomProcessors | None = None
+    late: LateBits | None = None  # masks for some rows of this step
+    results: LogprobResults | None = None  # where logprobs go, if a row asks for them
+
+
+NO_EXTRAS = Extras()
 
 
 def synthetic_rates(length: float, k: int) -> tuple[float, ...]:
     """Chances that the first 1, 2, ... k drafts are all accepted, `length - 1` on average.
 
-    What is accepted in a step varies as little as that mean allows: whole drafts are sure, the
-    fraction is the chance of one more. So requests of a batch need nearly the same number of steps.
+    Always accept floor(length - 1) drafts, one more with the fractional probability. So requests of
+    a batch need nearly the same number of steps.
     """
     return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
 
@@ -86,120 +76,92 @@ def conditional_rates(rates: tuple[float, ...]) -> tuple[float, ...]:
 
 def verify(
     logits_NV: Tensor,
-    window: Window,
+    windows: WindowRows,
     slots: Slots,
     *,
-    tail: Tail,
-    rules: AcceptRules,
-    custom: CustomProcessors | None,
-    late_bits_NV: Tensor | None,
+    mode: SamplingMode,
+    synthetic: Synthetic | None = None,
+    extras: Extras = NO_EXTRAS,
     vocab: VocabShards = WHOLE,
-) -> Accepted:
-    """Accept drafts, draw what closes each window, cut it. `logits_NV` is overwritten.
+) -> Verdicts:
+    """What each window position says. `logits_NV` may be overwritten.
 
-    `late_bits_NV` masks every row when given; rows without a mask of their own carry ones.
     `vocab` says which part of the vocabulary the logits are of.
     """
-    raw: RawRows | None = None
-    if tail is Tail.GREEDY and rules.rates_K is None:
-        verdicts = Verdicts(*vocab.greedy(logits_NV), None)
+    num_logits = len(logits_NV)
+    ok_N = None
+    if synthetic is not None:
+        ok_N = table.accept_by_rate(windows, slots.seed_S2, synthetic.rates_K, num_logits)
+    if mode is SamplingMode.GREEDY:
+        return Verdicts(*vocab.greedy(logits_NV), ok_N)
+    logits_NV = vocab.gather(logits_NV)
+    knobs = knobs_of(slots)
+    if mode is SamplingMode.SAMPLE:
+        return Verdicts(*table.draw(logits_NV, windows, knobs, ok_N), ok_N)
+    present = _features(windows, slots)
+    # Logprobs are of the raw logits. Kernels that cannot ask who is present keep them for all.
+    keeps_raw = not logits_NV.is_cpu or bool(present & LOGPROBS)
+    work_NV = logits_NV.to(torch.float32, copy=keeps_raw)
+    process_logits(work_NV, windows, slots, present, extras)
+    if slots.draft_probs_SKV is None or synthetic is not None:
+        verdicts = Verdicts(*table.draw(work_NV, windows, knobs, ok_N), ok_N)
     else:
-        rows, logits_NV = logit_rows(window), vocab.gather(logits_NV)
-        if tail is Tail.FULL:
-            raw = RawRows.of(logits_NV, window, slots)
-            process_logits(logits_NV, rows, slots, custom=custom, late_bits_NV=late_bits_NV)
-        verdicts = _Judge(logits_NV, rows, slots, tail).verdicts(rules)
-    settled = settle_windows(
-        verdicts,
-        Windows(window.slot_B, window.start_B, window.width_B, window.draft_BK, window.length_B),
-        Limits(slots.eos_ids_SE, slots.stop_ids_SE, slots.min_len_S, slots.max_len_S),
+        drafts = SampledDrafts(slots.drafts_onehot_S, slots.draft_probs_SKV)
+        verdicts = table.judge(work_NV, windows, knobs, drafts)
+    if present & LOGPROBS and extras.results is not None:
+        mask = FeatureMask(slots.features_S, LOGPROBS)
+        places = (slots.num_logprobs_S, extras.results)
+        table.write_logprobs(logits_NV, verdicts, windows, mask, *places)
+    return verdicts
+
+
+def process_logits(
+    logits_NV: Tensor, windows: WindowRows, slots: Slots, present: int, extras: Extras
+) -> None:
+    """Everything between the model's logits and the temperature, in its one order."""
+    features_S = slots.features_S
+    where = (logits_NV, windows)
+    if present & ALLOWED:
+        table.keep_allowed(*where, FeatureMask(features_S, ALLOWED), slots.allowed_bits_SV)
+    if present & BAD_WORDS:
+        history = (slots.tokens_SL, slots.bad_words_SEE)
+        table.ban_bad_words(*where, FeatureMask(features_S, BAD_WORDS), *history)
+    if present & MIN_TOKENS:
+        stops = Stops(slots.min_len_S, slots.eos_ids_SE, slots.stop_ids_SE)
+        table.ban_early_stops(*where, FeatureMask(features_S, MIN_TOKENS), stops)
+    if present & BIAS:
+        bias = (slots.bias_ids_SE, slots.bias_values_SE)
+        table.add_bias(*where, FeatureMask(features_S, BIAS), *bias)
+    if present & PENALTIES:
+        penalties = Penalties(slots.repetition_S, slots.presence_S, slots.frequency_S)
+        history = (slots.tokens_SL, slots.prompt_len_S)
+        table.apply_penalties(*where, FeatureMask(features_S, PENALTIES), *history, penalties)
+    if extras.custom is not None and present & CUSTOM:
+        extras.custom.apply(*where, slots)
+    if extras.late is not None:
+        table.keep_late(*where, extras.late)
+
+
+def knobs_of(slots: Slots) -> SlotKnobs:
+    return SlotKnobs(
+        slots.temperature_S, slots.top_k_S, slots.top_p_S, slots.min_p_S, slots.seed_S2
     )
-    return Accepted(*settled, raw.collect(settled.token_BW) if raw is not None else None)
 
 
-class _Judge:
-    """Processed logits of one step and what each of their rows is drawn with."""
+def scratch_bytes(num_logits: int, vocab_size: int) -> int:
+    """Device memory that the costliest mode needs beside the logits, of `num_logits` rows at most.
 
-    def __init__(self, logits_NV: Tensor, rows: LogitRows, slots: Slots, tail: Tail) -> None:
-        slot_N = rows.slot_N
-        self.logits_NV = logits_NV
-        self.slots = slots
-        self.rows = rows
-        self.tail = tail
-        self.draft_N = _draft_of_rows(rows)
-        self.knobs = Knobs(
-            slots.temperature_S.index_select(0, slot_N),
-            slots.top_k_S.index_select(0, slot_N),
-            slots.top_p_S.index_select(0, slot_N),
-            slots.min_p_S.index_select(0, slot_N),
-        )
-        position_N = (rows.length_N + rows.offset_N).to(torch.int32)
-        self.noise = Noise(
-            slots.seed_S2.index_select(0, slot_N),
-            position_N,
-            torch.full_like(position_N, rng.SAMPLE),
-        )
-        self.verdict_N = torch.full_like(position_N, BY_EQUALITY, dtype=torch.int8)
-        self.has_sampled_drafts = False
-
-    def verdicts(self, rules: AcceptRules) -> Verdicts:
-        if rules.rates_K is not None:
-            self._force(rules.rates_K)
-        elif self.tail is Tail.FULL and self.slots.draft_probs_SKV is not None:
-            self._reject_sampled_drafts(self.slots.draft_probs_SKV)
-        token_N, bad_N = draw_windows(
-            self.logits_NV,
-            self.knobs,
-            self.noise,
-            Drafts(self.draft_N, self.rows.offset_N, self.verdict_N),
-        )
-        if rules.rates_K is None and not self.has_sampled_drafts:
-            return Verdicts(token_N, bad_N, None)
-        equal_N = (self.verdict_N == BY_EQUALITY) & (token_N == self.draft_N)
-        return Verdicts(token_N, bad_N, (self.verdict_N == ACCEPTED) | equal_N)
-
-    def _force(self, rates_K: Tensor) -> None:
-        unit_N = rng.uniform(self.noise.seed_N2, self.noise.position_N, rng.ACCEPT)
-        padded = torch.cat((rates_K, rates_K.new_zeros(1)))
-        rate_N = padded[self.rows.offset_N.clamp(max=len(rates_K))]
-        # -1 is no draft, so no rate can accept it.
-        self.verdict_N.copy_((unit_N < rate_N) & (self.draft_N >= 0))
-
-    def _reject_sampled_drafts(self, draft_probs_SKV: Tensor) -> None:
-        """Rejection sampling for drafts drawn from q: exact for any q.
-
-        A rejected row is prepared to be drawn from max(p - q, 0), with noise of its own domain.
-        """
-        is_sampled_N = (
-            (self.slots.drafts_onehot_S[self.rows.slot_N] == 0)
-            & (self.knobs.temperature_N > 0)
-            & (self.draft_N >= 0)
-        )
-        row_M = is_sampled_N.nonzero()[:, 0]  # CPU-only shortcut: a kernel's programs exit early
-        if len(row_M) == 0:
-            return
-        self.has_sampled_drafts = True
-        for part_M in row_M.split(ROWS_AT_ONCE):
-            self._judge_sampled_drafts(part_M, draft_probs_SKV)
-
-    def _judge_sampled_drafts(self, row_M: Tensor, draft_probs_SKV: Tensor) -> None:
-        slot_M, offset_M = self.rows.slot_N[row_M], self.rows.offset_N[row_M]
-        prob_MV = distributions(self.logits_NV[row_M], Knobs(*(t[row_M] for t in self.knobs)))
-        draft_prob_MV = draft_probs_SKV[slot_M, offset_M]
-        unit_M = rng.uniform(self.noise.seed_N2[row_M], self.noise.position_N[row_M], rng.ACCEPT)
-        ok_M = accept_sampled(prob_MV, draft_prob_MV, self.draft_N[row_M], unit_M)
-        self.verdict_N[row_M] = ok_M.to(torch.int8)
-
-        rejected_R = row_M[~ok_M]
-        self.logits_NV[rejected_R] = residual_logits(prob_MV[~ok_M], draft_prob_MV[~ok_M])
-        for knob_N, off in zip(self.knobs, (1.0, 0, 1.0, 0.0), strict=True):
-            knob_N[rejected_R] = off
-        self.noise.domain_N[rejected_R] = rng.RESAMPLE
+    A float32 copy of them, what each row leaves between the kernels, and tables that count tokens.
+    """
+    chunks = -(-vocab_size // 4096)
+    row_bytes = 4 * vocab_size + (16 << 10) + 416 * chunks + 128
+    return num_logits * row_bytes + 64 * 4 * vocab_size + (1 << 20)
 
 
-def _draft_of_rows(rows: LogitRows) -> Tensor:
-    """The draft that each logits row verifies; -1 for the bonus row and for padding."""
-    if rows.draft_NK.shape[1] == 0:
-        return torch.full_like(rows.length_N, -1)
-    none_N1 = rows.draft_NK.new_full((len(rows.row_N), 1), -1)
-    return torch.cat((rows.draft_NK, none_N1), 1).gather(1, rows.offset_N[:, None])[:, 0]
+def _features(windows: WindowRows, slots: Slots) -> int:
+    """Features that a row of the step uses. A captured step cannot ask: all of them."""
+    features_S = slots.features_S
+    if not features_S.is_cpu:
+        return -1
+    slot_B = windows.slot_B.numpy()[windows.width_B.numpy() > 0]
+    return int(np.bitwise_or.reduce(features_S.numpy()[slot_B]))

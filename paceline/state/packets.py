@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels.admit import Admission, AdmitRecord, AdmitTensors, admit, pack_admissions
+from paceline.kernels.admit.reference import (
+    Admission,
+    AdmitRecord,
+    AdmitTensors,
+    pack_admissions,
+)
 from paceline.kernels.step_rows import PacketLayout, Ring
+from paceline.kernels.table import admit
 from paceline.state.pages import Pages
 from paceline.state.slots import DEFAULTS, FIELDS, FLOAT_FIELDS, INT_FIELDS, Slots
 from paceline.state.staging import SlotRow

@@ -1,7 +1,6 @@
 """The only door from device to host: the outcome of a step becomes numpy arrays.
 
-On CPU the device is a thread, so this is a view, taken before drafting starts to reuse anything.
-With fixed shapes a kernel writes results into a ring of host memory, and then the step's number.
+The end of a step writes its results into a ring of host memory, and then the step's number.
 """
 
 from __future__ import annotations
@@ -9,20 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-from torch import Tensor
-
 from paceline.errors import EngineDead
-from paceline.kernels.logprobs import LogprobResults
+from paceline.kernels.logprobs.reference import LogprobResults
 from paceline.kernels.step_rows import RESULT_TOKENS, Ring
-from paceline.step import Ints, StepPlan, StepResult, TokenLogprobs
+from paceline.step import StepPlan, StepResult, TokenLogprobs
 
 _NAP_S = 5e-6  # lets other threads have the interpreter
 _CHECK_EVERY_S = 0.5
-
-
-def to_host(tensor: Tensor) -> Ints:
-    return tensor.numpy().astype(np.int32, copy=False)
 
 
 class RingReader:
@@ -38,7 +30,11 @@ class RingReader:
         self._stamp_E = ring.stamp_E.numpy()
         self._result_EBR = ring.result_EBR.numpy()
         self._time_E2 = ring.time_E2.numpy()
-        self._logprobs = [t.numpy() for t in logprobs[:3]]
+        self._logprobs = (
+            logprobs.ids_EBWT.numpy(),
+            logprobs.values_EBWT.numpy(),
+            logprobs.rank_EBW.numpy(),
+        )
         self._is_idle = is_idle
         self.clock_offset_s = 0.0  # host time minus device time
 

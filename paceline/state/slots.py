@@ -43,7 +43,6 @@ INT_FIELDS = (
     "top_k_S",  # 0 = off
     "features_S",
     "num_logprobs_S",  # -1 = none; else how many top ones
-    "num_prompt_logprobs_S",
 )
 FLOAT_FIELDS = (
     "temperature_S",  # 0 = greedy
@@ -57,7 +56,6 @@ FIELDS = INT_FIELDS + FLOAT_FIELDS
 DEFAULTS = {
     "drafts_onehot_S": 1,
     "num_logprobs_S": -1,
-    "num_prompt_logprobs_S": -1,
     "top_p_S": 1.0,
     "repetition_S": 1.0,
 }
@@ -81,7 +79,6 @@ class Slots:
     top_k_S: Tensor
     features_S: Tensor
     num_logprobs_S: Tensor
-    num_prompt_logprobs_S: Tensor
     temperature_S: Tensor
     top_p_S: Tensor
     min_p_S: Tensor

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.logprobs import LogprobResults
+from paceline.kernels.logprobs.reference import LogprobResults
+from paceline.kernels.rows import WindowRows
 from paceline.kernels.step_rows import (
     RESULT_TOKENS,
     BatchRows,
     PacketLayout,
+    PaddedRows,
     Ring,
     SlotTensors,
     StepRows,
@@ -40,39 +42,43 @@ class Capacity:
 
 
 class StepBuffers:
-    """Storage for `StepRows` and `BatchRows` of every shape up to `capacity`."""
+    """Storage for the rows and batches of every shape up to `capacity`."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.capacity = capacity
         self._device = device
-        rows, width = capacity.rows, capacity.k + 1
+        rows = capacity.rows
         self._target = self._batch(capacity.tokens, rows)
         self._row_T = self._ints(capacity.tokens)
-        self._of_rows = self._ints(5, rows)
+        self._of_rows = self._ints(6, rows)
         self._draft_BK = self._ints(rows * max(capacity.k, 1))
         self._sample_N = self._ints(capacity.logits)
-        self._token_BW = self._ints(rows * width)
         # A draft model's own first pass holds one token more per row than the target's.
         self._own = self._batch(capacity.tokens + rows, rows)
         self._next = self._batch(rows, rows)
         self.shifted_token_T = self._ints(capacity.tokens)
         self.own_last_B = self._ints(rows)
 
-    def rows(self, shape: StepShape) -> StepRows:
-        num_rows, k, width = shape.rows, shape.k, shape.width
-        start_B, num_tokens_B, width_B, count_B, last_B = (r[:num_rows] for r in self._of_rows)
-        return StepRows(
+    def rows(self, shape: StepShape) -> PaddedRows:
+        num_rows, k = shape.rows, shape.k
+        start_B, first_B, width_B, length_B, count_B, last_B = (
+            row_B[:num_rows] for row_B in self._of_rows
+        )
+        batch = _cut(self._target, shape.tokens, num_rows)
+        draft_BK = self._draft_BK[: num_rows * k].view(num_rows, k)
+        return PaddedRows(
             shape=shape,
-            batch=_cut(self._target, shape.tokens, num_rows),
+            batch=batch,
             row_T=self._row_T[: shape.tokens],
-            start_B=start_B,
-            num_tokens_B=num_tokens_B,
-            width_B=width_B,
-            draft_BK=self._draft_BK[: num_rows * k].view(num_rows, k),
             sample_N=self._sample_N[: shape.num_logits],
-            token_BW=self._token_BW[: num_rows * width].view(num_rows, width),
-            count_B=count_B,
-            last_B=last_B,
+            rows=StepRows(
+                windows=WindowRows(batch.slot_B, first_B, width_B, length_B, draft_BK),
+                start_B=start_B,
+                row_start_B=batch.row_start_B,
+                query_len_B=batch.query_len_B,
+                count_B=count_B,
+                last_B=last_B,
+            ),
         )
 
     def own_batch(self, shape: StepShape) -> BatchRows:
@@ -134,18 +140,13 @@ def make_logprobs(capacity: Capacity, most: int, ring: Ring) -> LogprobResults:
     """Beside the ring, for the steps of requests that ask for logprobs."""
     shape = (RING_ENTRIES, capacity.rows, capacity.k + 1)
     is_pinned = ring.packet_EP.is_pinned()
+    # Empty, not zeros: memory that is never asked for is never touched.
     return LogprobResults(
-        ids_EBWT=torch.zeros(*shape, 1 + most, dtype=torch.int32, pin_memory=is_pinned),
-        values_EBWT=torch.zeros(*shape, 1 + most, pin_memory=is_pinned),
-        rank_EBW=torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned),
+        ids_EBWT=torch.empty(*shape, 1 + most, dtype=torch.int32, pin_memory=is_pinned),
+        values_EBWT=torch.empty(*shape, 1 + most, pin_memory=is_pinned),
+        rank_EBW=torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned),
         turn_1=ring.turn_1,
     )
-
-
-def cut_logprobs(results: LogprobResults, shape: StepShape) -> LogprobResults:
-    """The part of each entry that a step of some shape writes."""
-    ids_EBWT, values_EBWT, rank_EBW = (t[:, : shape.rows, : shape.width] for t in results[:3])
-    return LogprobResults(ids_EBWT, values_EBWT, rank_EBW, results.turn_1)
 
 
 def slot_tensors(slots: Slots, pages: Pages) -> SlotTensors:

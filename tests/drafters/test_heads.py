@@ -22,7 +22,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
 
 @pytest.fixture(params=["eagle", "eagle3", "mtp"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """eagle3 has a vocabulary of its own; mtp is a layer of the target's checkpoint."""
+    """eagle3 has a smaller vocabulary; mtp is a layer of the target's checkpoint."""
     return str(request.param)
 
 
@@ -121,9 +121,12 @@ def test_requests_that_do_not_speculate_keep_the_drafters_kv_warm(
 def test_preempted_requests_draft_as_if_nothing_had_happened(
     workshop: Workshop, kind: str, depth: int
 ) -> None:
-    requests = [request(i, p, ignore_eos=True, max_tokens=44) for i, p in enumerate(PROMPTS)]
-    options = {"num_gpu_blocks_override": 65, "block_size": 4, "max_num_seqs": 6}
-    recording = check(workshop, head(workshop, kind, 4), requests, run_ahead=depth, **options)
+    """However many drafts are right: two prompts of 50 tokens share 132, and both grow to 100."""
+    prompts = [LONG[start : start + 50] for start in (0, 50, 100)]
+    requests = [request(i, p, ignore_eos=True, max_tokens=50) for i, p in enumerate(prompts)]
+    options = {"num_gpu_blocks_override": 33, "block_size": 4, "max_model_len": 128}
+    spec = head(workshop, kind, 4)
+    recording = check(workshop, spec, requests, run_ahead=depth, max_num_seqs=2, **options)
     assert recording.engine.scheduler.num_preemptions > 0
 
 
@@ -203,7 +206,7 @@ def test_acceptance_does_not_depend_on_chunks_slots_or_hits(workshop: Workshop, 
         assert tokens(outputs) == [tokens(outputs)[0]] * 3 + [tokens(outputs)[3]] * 3
     (counts,) = accepted
     assert len(set(counts[:3])) == len(set(counts[3:])) == 1
-    assert counts[0] > 0
+    assert sum(counts) > 0
 
 
 # The reference of a norm is slow where the residual stream is wider than the weight.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import shared_folder
 from tests.e2e.engines import NGRAM
 from tests.e2e.ladder import Workshop
 from tests.eagle import random_head, save_head
@@ -22,7 +23,7 @@ LONG = 2048
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The ladder's, whose engines run on the GPU."""
-    made = Workshop(tmp_path_factory.mktemp("tiny"))
+    made = Workshop(shared_folder(tmp_path_factory) / "workshop")
     made.open_llm = open_llm
     return made
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
 from paceline.engine.launch import DEFAULT_FACTORY
-from paceline.engine.messages import StepTimes
-from paceline.kernels.gpu import is_hopper
+from paceline.kernels.gpu.device import is_hopper
 from paceline.parallel.groups import Backend
-from paceline.parallel.placement import LONE_SEAT, Seat, layout_of
+from paceline.parallel.placement import ONLY_RANK, RankPlace, layout_of
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
 from tests.e2e.loop import listened_to
@@ -37,13 +35,13 @@ _FACTORY = f"{__name__}:build"
 
 
 def build(
-    config: EngineConfig, progress: Callable[[str, float], None], seat: Seat = LONE_SEAT
+    config: EngineConfig, progress: Callable[[str, float], None], place: RankPlace = ONLY_RANK
 ) -> Runner:
     """The factory of `open_llm`."""
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
     backend: Backend = "gloo" if IS_REHEARSAL else "nccl"
-    return build_fixed_runner(sized, progress, seat, torch.device(DEVICE, 0), backend)
+    return build_fixed_runner(sized, progress, place, torch.device(DEVICE, 0), backend)
 
 
 def open_llm(**options: Any) -> LLM:
@@ -68,7 +66,6 @@ class GpuEngine:
     engine: Engine
     runner: Any
     published: dict[int, list[int]]
-    times: list[StepTimes] = field(default_factory=list)
 
     def turn(self, count: int) -> None:
         for _ in range(count):
@@ -103,14 +100,12 @@ def gpu_engine(
         "max_num_batched_tokens": 64,
     }
     config = EngineConfig.from_keywords(speculative_config=spec, **{**defaults, **options})
-    with TemporaryDirectory(prefix="paceline-") as meet:
-        runner = build(config, lambda stage, fraction: None, Seat(0, layout_of(config), meet))
-        times: list[StepTimes] = []
-        engine, published = listened_to(runner, config, times=times)
-        try:
-            yield GpuEngine(engine, runner, published, times)
-        finally:
-            runner.close()
+    runner = build(config, lambda stage, fraction: None, RankPlace(0, layout_of(config)))
+    engine, published = listened_to(runner, config)
+    try:
+        yield GpuEngine(engine, runner, published)
+    finally:
+        runner.close()
 
 
 @contextmanager
@@ -140,6 +135,6 @@ def has_gluon_kernels() -> bool:
         return False
     import triton
 
-    from paceline.kernels.attention_triton import GLUONS_TRITON
+    from paceline.kernels.attention.triton.attend import GLUONS_TRITON
 
     return bool(triton.__version__.startswith(GLUONS_TRITON))

@@ -6,8 +6,7 @@ Two engines over real runners in this process, on CPU tensors; a list stands in 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,17 +25,18 @@ from paceline.engine.messages import Drain, StepMessage, Wake, decode, encode, e
 from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
 from paceline.parallel.groups import Groups
-from paceline.parallel.placement import LONE_SEAT
+from paceline.parallel.placement import ONLY_RANK
 from paceline.runner import startup_cuda
-from paceline.runner.cuda_runner import CudaRunner
 from paceline.runner.graphs import GraphKey
 from paceline.runner.ranks import Ranks
+from paceline.runner.runner import StepRunner
 from paceline.runner.shapes import Buckets
 from paceline.runner.startup_cuda import build_fixed_runner
-from paceline.sampling.verify import Tail
-from paceline.step import Extent
+from paceline.sampling.verify import SamplingMode
+from paceline.step import StepSize
 from tests.e2e.loop import request
-from tests.engine.test_lockstep_loop import PATIENCE_S, Table, TableLockstep
+from tests.engine.test_lockstep_loop import Table, TableLockstep
+from tests.patience import PATIENCE_S, wait_for
 from tests.tiny import greedy_reference, save_tiny
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ PROMPT = [5, 9, 40, 7, 11, 80, 3, 17, 30]
 class KeptKeys:
     """Instead of graphs: which keys were replayed and captured, in order. Steps run eagerly."""
 
-    runner: CudaRunner
+    runner: StepRunner
     captured: list[GraphKey] = field(default_factory=list)
     replayed: list[GraphKey] = field(default_factory=list)
     num_replays = 0
@@ -64,7 +64,9 @@ class KeptKeys:
 
     def replay(self, key: GraphKey) -> None:
         self.replayed.append(key)
-        self.runner._run(key)
+        captures = self.runner._captures
+        assert captures is not None
+        captures.run(key)
 
     def capture(self, key: GraphKey) -> None:
         self.captured.append(key)
@@ -72,7 +74,7 @@ class KeptKeys:
 
 @dataclass
 class Replica:
-    runner: CudaRunner
+    runner: StepRunner
     graphs: KeptKeys
     inbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -100,9 +102,10 @@ def pair(config: EngineConfig) -> Iterator[list[Replica]]:
     for place in range(2):
         runner: Any = build_fixed_runner(config, lambda stage, share: None, device=CPU)
         runner.lockstep = TableLockstep(table, place)
-        runner._graphs = KeptKeys(runner)
-        runner._wanted, runner._has_wanted = chain(*runner._keys()), True
-        made.append(Replica(runner, runner._graphs))
+        captures = runner._captures
+        captures._graphs = KeptKeys(runner)
+        captures._wanted, captures.has_more = chain(*captures.keys()), True
+        made.append(Replica(runner, captures._graphs))
 
     def run(place: int) -> None:
         mine, other = made[place], made[1 - place]
@@ -123,13 +126,6 @@ def pair(config: EngineConfig) -> Iterator[list[Replica]]:
         for thread in threads:
             thread.join(PATIENCE_S)
     assert [x.error for x in made] == [None, None]
-
-
-def await_true(is_so: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +156,16 @@ def test_an_idle_replica_replays_the_graphs_of_the_busy_one(folder: Path, target
         asked: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"logprobs": 2}]
         for uid, params in enumerate(asked, start=1):
             busy.ask(uid, max_tokens=12, **params)
-            await_true(lambda uid=uid: uid in busy.done)  # type: ignore[misc]
+            wait_for(lambda uid=uid: uid in busy.done)  # type: ignore[misc]
         assert busy.tokens[1] == expected
         assert (busy.runner.num_eager, idle.runner.num_eager) == (0, 0)
         assert busy.graphs.replayed == idle.graphs.replayed
-        shapes = {(key.shape.is_uniform, key.shape.k, key.tail) for key in idle.graphs.replayed}
-        assert shapes >= {(True, 2, tail) for tail in Tail}
+        shapes = {(key.shape.is_uniform, key.shape.k, key.mode) for key in idle.graphs.replayed}
+        assert shapes >= {(True, 2, tail) for tail in SamplingMode}
         assert any(not key.shape.is_uniform for key in idle.graphs.replayed)
         assert not idle.tokens
         busy.ask(4, max_tokens=5, prompt_logprobs=1)
-        await_true(lambda: 4 in busy.done)
+        wait_for(lambda: 4 in busy.done)
     assert busy.runner.num_eager == idle.runner.num_eager > 0
     assert busy.graphs.replayed == idle.graphs.replayed
     assert busy.tokens[4] == expected[:5]
@@ -181,24 +177,26 @@ def test_replicas_capture_the_same_graphs_in_the_same_order_and_then_serve(
 ) -> None:
     monkeypatch.setattr(loop, "SPARE_AFTER_S", 0.01)
     with pair(config_of(folder)) as replicas:
-        keys, _ = replicas[0].runner._keys()
-        await_true(lambda: not any(x.runner.has_spare_work for x in replicas))
+        captures = replicas[0].runner._captures
+        assert captures is not None
+        keys, _ = captures.keys()
+        wait_for(lambda: not any(x.runner.has_spare_work for x in replicas))
         assert replicas[0].graphs.captured == replicas[1].graphs.captured
         assert set(replicas[0].graphs.captured) > set(keys)
         replicas[1].ask(1, max_tokens=12)
-        await_true(lambda: 1 in replicas[1].done)
+        wait_for(lambda: 1 in replicas[1].done)
     assert replicas[1].tokens[1] == greedy_reference(target, PROMPT, 12)
 
 
 @pytest.mark.trap("C4")
 @pytest.mark.parametrize("k", range(8))
-@pytest.mark.parametrize("tail", Tail)
-def test_an_empty_extent_changes_nothing_that_was_agreed(k: int, tail: Tail) -> None:
+@pytest.mark.parametrize("tail", SamplingMode)
+def test_an_empty_extent_changes_nothing_that_was_agreed(k: int, tail: SamplingMode) -> None:
     buckets = Buckets.of(max_rows=64, max_tokens=512, max_k=k)
     for rows in range(1, 65):
         width = k + 1
-        own = Extent(rows * width, 2 * rows, rows, k, tail)
-        agreed = Extent.joined([Extent(), own, Extent()])
+        own = StepSize(rows * width, 2 * rows, rows, k, tail)
+        agreed = StepSize.joined([StepSize(), own, StepSize()])
         assert agreed == own
         shape = buckets.shape_of(agreed)
         assert shape == buckets.shape_of(own)
@@ -212,11 +210,11 @@ def test_an_empty_extent_changes_nothing_that_was_agreed(k: int, tail: Tail) -> 
 def test_no_two_widths_share_a_key_though_they_have_as_many_tokens(k: int) -> None:
     """One window of K + 1, and K + 1 rows that decode."""
     buckets = Buckets.of(max_rows=8, max_tokens=64, max_k=k)
-    wide = buckets.shape_of(Extent(k + 1, 2, 1, k))
-    narrow = buckets.shape_of(Extent(k + 1, 2 * (k + 1), k + 1, 0))
+    wide = buckets.shape_of(StepSize(k + 1, 2, 1, k))
+    narrow = buckets.shape_of(StepSize(k + 1, 2 * (k + 1), k + 1, 0))
     assert wide.tokens == k + 1 <= narrow.tokens
     assert wide != narrow
-    assert GraphKey(wide, Tail.GREEDY) != GraphKey(narrow, Tail.GREEDY)
+    assert GraphKey(wide, SamplingMode.GREEDY) != GraphKey(narrow, SamplingMode.GREEDY)
 
 
 class Mirror:
@@ -241,12 +239,12 @@ def test_every_k_starts_at_every_tensor_parallel_size(
     common."""
     wire: Any = None if size == 1 else Mirror(size)
     groups = Groups(tp=Group("tp", range(size), 0, Contract(), wire))
-    monkeypatch.setattr(startup_cuda, "open_ranks", lambda *_: Ranks(LONE_SEAT, groups, groups))
+    monkeypatch.setattr(startup_cuda, "open_ranks", lambda *_: Ranks(ONLY_RANK, groups, groups))
     for k in range(1, 8):
         config = config_of(folder, k, max_num_seqs=3, max_num_batched_tokens=32)
         runner: Any = build_fixed_runner(config, lambda stage, share: None, device=CPU)
-        shapes = list(runner._buckets.decode_shapes(k))
+        shapes = list(runner._captures._buckets.decode_shapes(k))
         assert {s.rows for s in shapes} == {1, 2, 3}
         for shape in shapes:
             assert shape.tokens == shape.rows * (k + 1)
-            runner._run_empty(GraphKey(shape, Tail.GREEDY))
+            runner.run_empty(GraphKey(shape, SamplingMode.GREEDY))

@@ -9,8 +9,9 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.models.spec import ModelSpec, read_spec
-from paceline.parallel.placement import Layout, Seat
+from paceline.models.families import read_spec
+from paceline.models.spec import ModelSpec
+from paceline.parallel.placement import Layout, RankPlace
 from paceline.runner.ranks import cuda_device, steps_together
 from tests.tiny import tiny_config
 
@@ -49,7 +50,7 @@ def test_replicas_step_together_where_some_model_has_experts_on_other_replicas(
 def gpu_of(rank: int, num_gpus: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     config = EngineConfig.from_keywords(model="m", **options)
-    return cuda_device(config, Seat(rank, Layout(2, 2)))
+    return cuda_device(config, RankPlace(rank, Layout(2, 2)))
 
 
 def test_every_rank_has_a_gpu_of_its_own_or_shares_when_asked_to(

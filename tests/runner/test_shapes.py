@@ -7,7 +7,7 @@ import pytest
 
 from paceline.kernels.step_rows import StepShape
 from paceline.runner.shapes import Buckets, draft_starts, row_starts
-from paceline.step import Extent, StepPlan
+from paceline.step import StepPlan, StepSize
 
 
 def plan(k_B: list[int], chunks: list[tuple[int, bool]], k: int | None = None) -> StepPlan:
@@ -33,7 +33,7 @@ BUCKETS = Buckets.of(max_rows=64, max_tokens=512, max_k=3)
 @pytest.mark.parametrize("num_rows", range(1, 65))
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
-    shape = BUCKETS.shape_of(plan([k] * num_rows, []).extent())
+    shape = BUCKETS.shape_of(plan([k] * num_rows, []).step_size())
     assert shape.is_uniform
     assert BUCKETS.is_captured(shape)
     assert shape.rows >= num_rows
@@ -45,20 +45,20 @@ def test_every_decode_batch_has_a_captured_shape(num_rows: int, k: int) -> None:
 @pytest.mark.trap("C4", "C5")
 @pytest.mark.parametrize("busy", [plan([3, 1], []), plan([0], []), plan([2], [(40, False)])])
 def test_an_idle_replica_leaves_the_others_their_shape_and_their_graph(busy: StepPlan) -> None:
-    agreed = Extent.joined([Extent(), busy.extent(), Extent()])
-    assert agreed == busy.extent()
+    agreed = StepSize.joined([StepSize(), busy.step_size(), StepSize()])
+    assert agreed == busy.step_size()
     assert agreed.has_graph
     assert BUCKETS.is_captured(BUCKETS.shape_of(agreed))
 
 
 def test_a_step_without_drafts_pays_for_none() -> None:
-    assert BUCKETS.shape_of(plan([0, 0], []).extent()) == StepShape(2, 2, 0, True)
+    assert BUCKETS.shape_of(plan([0, 0], []).step_size()) == StepShape(2, 2, 0, True)
 
 
 def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
     mixed = plan([3, 1], [(40, False), (7, True)])
-    shape = BUCKETS.shape_of(mixed.extent())
-    assert not mixed.extent().is_uniform
+    shape = BUCKETS.shape_of(mixed.step_size())
+    assert not mixed.step_size().is_uniform
     assert shape == StepShape(4, 64, 3, False)
     assert row_starts(mixed, shape).tolist() == [0, 4, 6, 46]
     # Two tokens to decode, a chunk as it is, a last chunk with its sample.
@@ -66,19 +66,19 @@ def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
 
 
 def test_a_chunk_of_one_token_is_a_decoding_row() -> None:
-    assert plan([2], [(1, True)]).extent().is_uniform
+    assert plan([2], [(1, True)]).step_size().is_uniform
 
 
 def test_uniform_rows_are_as_far_apart_as_the_tier_is_wide() -> None:
     uniform = plan([1, 0, 3], [])
-    shape = BUCKETS.shape_of(uniform.extent())
+    shape = BUCKETS.shape_of(uniform.step_size())
     assert row_starts(uniform, shape).tolist() == [0, 4, 8]
     assert draft_starts(uniform, shape).tolist() == [0, 2, 4]
 
 
 def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:
     buckets = Buckets.of(max_rows=8, max_tokens=8192, max_k=0)
-    shape = buckets.shape_of(plan([], [(5000, True)]).extent())
+    shape = buckets.shape_of(plan([], [(5000, True)]).step_size())
     assert shape.tokens == 5056
     assert not buckets.is_captured(shape)
 
@@ -87,7 +87,7 @@ def test_small_models_have_graphs_of_large_steps() -> None:
     """There the host would need longer to launch the kernels than the GPU to run them."""
     small = Buckets.of(max_rows=8, max_tokens=8192, max_k=0, weight_bytes=270_000_000)
     assert small.mixed_tokens[-2:] == (6144, 8192)
-    shape = small.shape_of(plan([], [(5000, True)]).extent())
+    shape = small.shape_of(plan([], [(5000, True)]).step_size())
     assert shape.tokens == 5120
     assert small.is_captured(shape)
     medium = Buckets.of(max_rows=8, max_tokens=8192, max_k=0, weight_bytes=7_000_000_000)
@@ -100,4 +100,4 @@ def test_small_models_have_graphs_of_large_steps() -> None:
 def test_the_largest_bucket_is_what_the_engine_may_plan() -> None:
     assert BUCKETS.mixed_tokens[-1] == 512
     assert BUCKETS.rows[-1] == 64
-    assert BUCKETS.is_captured(BUCKETS.shape_of(plan([], [(512, True)]).extent()))
+    assert BUCKETS.is_captured(BUCKETS.shape_of(plan([], [(512, True)]).step_size()))

@@ -24,7 +24,7 @@ def test_on_a_gpu_the_share_minus_what_is_used_is_paged() -> None:
     assert num_pages(explicit, 1 << 20, gpu=gpu, cpu_free_bytes=0, **LIMITS) == 2047
 
 
-def test_on_cpu_the_default_is_a_gib_but_never_half_of_what_is_free() -> None:
+def test_on_cpu_the_default_is_a_gib_but_never_more_than_half_of_what_is_free() -> None:
     cache = CacheConfig()
     roomy = num_pages(cache, 1 << 20, gpu=None, cpu_free_bytes=64 * GIB, **LIMITS)
     assert roomy == 1023
@@ -44,3 +44,13 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers() -> Non
     with pytest.raises(ConfigError, match=r"496 tokens.*max_model_len 1024.*68157440") as caught:
         num_pages(cache, 1 << 20, gpu=None, cpu_free_bytes=64 * GIB, **LIMITS)
     assert "--kv-cache-memory-bytes" in str(caught.value)
+
+
+def test_a_cache_larger_than_memory_is_refused_with_both_figures() -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=4 * GIB)
+    asked, most = 4 * GIB, 3 * GIB
+    with pytest.raises(ConfigError, match=rf"{asked} .*more than the {most} bytes.*available"):
+        num_pages(cache, 1 << 20, gpu=None, cpu_free_bytes=most, **LIMITS)
+    gpu = MemoryReading(total=most, used=0)
+    with pytest.raises(ConfigError, match=rf"{asked} .*more than the {most} bytes.*on the GPU"):
+        num_pages(cache, 1 << 20, gpu=gpu, cpu_free_bytes=64 * GIB, **LIMITS)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.commands.doctor import Report, _hardware
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
+from paceline.observe.memory import HostMemory
 from paceline.runner.startup import build_runner
 from paceline.step import Runner
 from tests.eagle import random_head, save_head
@@ -166,6 +168,24 @@ def test_without_max_model_len_the_cache_decides_and_says_so(
     assert f"max_model_len is {info.max_model_len}" in caplog.text
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
         build(folder, kv_cache_memory_bytes=1 << 16, max_model_len=256)
+
+
+def test_the_cache_is_sized_by_the_memory_that_doctor_reports(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by what is free: a warm page cache leaves next to nothing of that."""
+    available = 1 << 17
+    memory = HostMemory(total=1 << 30, available=available)
+    for module in ("runner.startup", "commands.doctor"):
+        monkeypatch.setattr(f"paceline.{module}.host_memory", lambda: memory)
+    info = build(folder, max_num_seqs=64).info
+    assert available // 4 < info.kv_cache_bytes <= available // 2
+    report = Report(is_shown=False)
+    _hardware(report, {})
+    text = f"1.0 GiB memory, {available / (1 << 30):.1f} GiB available"
+    assert text in [finding.text for finding in report.findings]
+    with pytest.raises(ConfigError, match=rf"more than the {available} bytes"):
+        build(folder, kv_cache_memory_bytes=1 << 20)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels import rng
+from paceline.kernels.rng import reference as rng
+from paceline.kernels.rows import WindowRows
 from paceline.request import Done, EngineRequest
 from paceline.sampling.custom import CustomProcessors
-from paceline.sampling.params import GREEDY_BELOW, slot_rows, tail_of
-from paceline.sampling.verify import AcceptRules, Tail, verify
-from paceline.sampling.window import Window
+from paceline.sampling.params import GREEDY_BELOW, mode_of, slot_rows
+from paceline.sampling.verify import SamplingMode, Synthetic
 from paceline.state.slots import Slots
+from tests.sampling.verifying import accept
 
 Row = npt.NDArray[np.float32]
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ class Simulation:
         self.custom = CustomProcessors(processors, model.vocab_size, CPU)
         self.history = [list(r.prompt_token_ids) for r in requests]
         self.outputs = [Output() for _ in requests]
-        self.tail = max((tail_of(r) for r in requests), default=Tail.GREEDY)
+        self.mode = max((mode_of(r) for r in requests), default=SamplingMode.GREEDY)
         for slot, request in enumerate(requests):
             prompt_len = len(request.prompt_token_ids)
             limit = min(max_len, prompt_len + (request.params.max_tokens or max_len))
@@ -83,7 +84,7 @@ class Simulation:
                 slot, request.params.logits_processors or (), request.params.extra_args
             )
 
-    def step(self, k: int, drafter: Drafter, *, padded: bool, rules: AcceptRules) -> None:
+    def step(self, k: int, drafter: Drafter, *, padded: bool, synthetic: Synthetic | None) -> None:
         """One verify over all live requests. `padded` keeps windows k + 1 wide, as CUDA does."""
         live = [i for i, out in enumerate(self.outputs) if out.done == Done.RUNNING]
         drafts, rows, widths = [], [], []
@@ -100,20 +101,19 @@ class Simulation:
                 )
             drafts.append(draft)
             widths.append(width)
-        window = Window.packed(
+        windows = WindowRows.packed(
             torch.tensor(live),
             torch.tensor(widths),
             torch.tensor(drafts, dtype=torch.int32).reshape(len(live), k),
             torch.tensor([len(self.history[i]) for i in live], dtype=torch.int32),
         )
-        accepted = verify(
+        accepted = accept(
             torch.from_numpy(np.stack(rows)),
-            window,
+            windows,
             self.slots,
-            tail=self.tail,
-            rules=rules,
+            mode=self.mode,
+            synthetic=synthetic,
             custom=self.custom,
-            late_bits_NV=None,
         )
         for b, i in enumerate(live):
             self._commit(i, accepted.token_BW[b, : accepted.count_B[b]].tolist())
@@ -122,12 +122,12 @@ class Simulation:
             out.num_steps += 1
             out.num_drafts += int(accepted.num_drafts_B[b])
             out.num_accepted += int(accepted.num_accepted_B[b])
-        if accepted.logprobs is not None:
-            for entry in accepted.logprobs.by_plan_row(accepted.count_B.numpy(), live):
-                self.outputs[entry.row].chosen.extend(entry.values[:, 0].tolist())
-                for ids, values in zip(entry.ids, entry.values, strict=True):
-                    pairs = zip(ids[1:].tolist(), values[1:].tolist(), strict=True)
-                    self.outputs[entry.row].top.append(dict(pairs))
+            wanted = self.requests[i].params.logprobs
+            for j in range(int(accepted.count_B[b]) if wanted is not None else 0):
+                ids, values = accepted.ids_BWT[b, j].tolist(), accepted.values_BWT[b, j].tolist()
+                out.chosen.append(values[0])
+                top = slice(1, 1 + (wanted or 0))
+                out.top.append(dict(zip(ids[top], values[top], strict=True)))
 
     def _commit(self, i: int, tokens: list[int]) -> None:
         length = len(self.history[i])
@@ -141,10 +141,10 @@ class Simulation:
         drafter: Drafter = lambda i, history, k: [],
         *,
         padded: bool = False,
-        rules: AcceptRules | None = None,
+        synthetic: Synthetic | None = None,
     ) -> list[Output]:
         while any(out.done == Done.RUNNING for out in self.outputs):
-            self.step(k, drafter, padded=padded, rules=rules or AcceptRules())
+            self.step(k, drafter, padded=padded, synthetic=synthetic)
         return self.outputs
 
 

@@ -1,5 +1,8 @@
 """Emitted tokens follow the target's distribution, whatever was drafted and beside whom.
 
+All draws are those of the CPU runner, row by row. Every p-value is of fixed seeds, and so is the
+noise: other rounding can move a few draws at ties, not the verdict.
+
 Sequences start 16 positions apart, so that no two of them share noise. The target's distribution
 depends on the position only, so every token has a known distribution and no memory.
 """
@@ -13,53 +16,25 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-import paceline.kernels.sampling
-import paceline.sampling.draft
-import paceline.sampling.verify
-from paceline.kernels.sampling import Drafts, Knobs, Noise, distributions
+from paceline.kernels.rows import LogitRows, WindowRows
+from paceline.kernels.sampling import reference as sampling
+from paceline.kernels.sampling.reference import (
+    Knobs,
+    Noise,
+    distributions,
+    draw_rows_reference,
+    thresholds_reference,
+)
+from paceline.kernels.verify import reference as verify
 from paceline.sampling.draft import propose_tokens
-from paceline.sampling.verify import Accepted, AcceptRules, Tail, verify
-from paceline.sampling.window import Window
 from paceline.state.slots import Slots
+from tests.sampling.verifying import Accepted, accept
 
 VOCAB = 6
 STRIDE = 16
 K = 2
 # Modes by slot; each has its own seed.
 GREEDY, ONE_HOT, SAMPLED, FILTERED, GREEDY_DRAFTED = range(5)
-
-
-@pytest.fixture
-def vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor reference instead of the CPU shortcut: a million draws in seconds.
-
-    Its bisection would take most of the time for six tokens, so thresholds come from a sort; and
-    rows of six tokens are judged by the ten thousand, not by the few that a vocabulary allows.
-    `tests/kernels/test_sampling.py` holds all of these against each other.
-    """
-    kernels = paceline.kernels.sampling
-
-    def draw(logits: Tensor, knobs: Knobs, noise: Noise, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        return kernels.draw_windows_reference(logits, knobs, noise)
-
-    monkeypatch.setattr(paceline.sampling.verify, "draw_windows", draw)
-    monkeypatch.setattr(paceline.sampling.draft, "draw_windows", draw)
-    monkeypatch.setattr(paceline.sampling.verify, "ROWS_AT_ONCE", 10_000)
-    monkeypatch.setattr(kernels, "thresholds", sorted_thresholds)
-    monkeypatch.setattr(kernels, "thresholds_reference", sorted_thresholds)
-
-
-def sorted_thresholds(scaled_NV: Tensor, knobs: Knobs) -> Tensor:
-    threshold_N = torch.full((len(scaled_NV),), -torch.inf)
-    row_M = ((knobs.top_k_N > 0) | (knobs.top_p_N < 1)).nonzero()[:, 0]
-    assert not (knobs.min_p_N > 0).any()
-    value_MV = scaled_NV[row_M].sort(dim=-1, descending=True).values
-    is_kept_MV = torch.arange(scaled_NV.shape[1]) < knobs.top_k_N[row_M][:, None]
-    mass_MV = value_MV.exp().masked_fill(~is_kept_MV, 0.0).cumsum(-1)
-    wanted_M1 = knobs.top_p_N[row_M][:, None] * mass_MV[:, -1:]
-    last_M1 = (mass_MV < wanted_M1).sum(-1, keepdim=True)
-    threshold_N[row_M] = value_MV.gather(1, last_M1)[:, 0]
-    return threshold_N
 
 
 def target_logits() -> Tensor:
@@ -87,14 +62,14 @@ class Crowd:
         self.slots, self.draft_logits = slots, draft_logits
         self.target = target_logits()
         # Greedy rows need no crowd of their own: they all say the same.
-        counts = [count if slot in (ONE_HOT, SAMPLED, FILTERED) else 2000 for slot in range(5)]
+        counts = [count if slot in (ONE_HOT, SAMPLED, FILTERED) else 50 for slot in range(5)]
         self.slot_B = torch.arange(5).repeat_interleave(torch.tensor(counts))
         self.base_B = torch.cat([torch.arange(n, dtype=torch.int32) for n in counts]) * STRIDE
         self.length_B = self.base_B.clone()
         self.history: list[Accepted] = []
         self.emitted_BP = torch.full((len(self.slot_B), STRIDE), -1, dtype=torch.int32)
 
-    def step(self) -> Accepted:
+    def step(self) -> None:
         batch = len(self.slot_B)
         drafts = []
         for j in range(K):
@@ -104,25 +79,16 @@ class Crowd:
             # One-hot drafters propose something that varies, but not at random.
             fixed_B = (position_B // STRIDE + j) % VOCAB
             drafts.append(torch.where(self.slot_B == ONE_HOT, fixed_B, token_B))
-        window = Window.packed(
+        windows = WindowRows.packed(
             self.slot_B,
             torch.full((batch,), K + 1),
             torch.stack(drafts, 1).to(torch.int32),
             self.length_B,
         )
-        position_N = self.length_B[window.row_N] + window.offset_N
-        accepted = verify(
-            self.target[position_N % STRIDE],
-            window,
-            self.slots,
-            tail=Tail.FULL,
-            rules=AcceptRules(),
-            custom=None,
-            late_bits_NV=None,
-        )
+        position_N = windows.logit_rows.position_M
+        accepted = accept(self.target[position_N % STRIDE], windows, self.slots)
         self._advance(accepted)
         self.history.append(accepted)
-        return accepted
 
     def _advance(self, accepted: Accepted) -> None:
         for j in range(K + 1):
@@ -150,16 +116,20 @@ def pvalue(counts: npt.NDArray[np.int64], wanted: npt.NDArray[np.float64]) -> fl
     return float(stats.chisquare(counts[used], expected).pvalue)
 
 
-@pytest.mark.trap("E2")
-@pytest.mark.usefixtures("vectorised")
-def test_mixed_batch_emits_the_target_distribution_over_many_steps() -> None:
-    # 3 sampled modes x 3 positions x 120,000 sequences: a million draws.
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    """It has gone three positions: 3 sampled modes x 3 positions x 12,000 sequences draw."""
     draft_logits = torch.tensor(
         [[2.0, 0.0, 1.0, -1.0, 0.5, -3.0], [-1.0, 1.5, 0.0, 0.3, -2.0, 1.0]]
     )
-    crowd = Crowd(mixed_slots(), 120_000, draft_logits)
+    crowd = Crowd(mixed_slots(), 12_000, draft_logits)
     while int((crowd.length_B - crowd.base_B).min()) < 3:
         crowd.step()
+    return crowd
+
+
+@pytest.mark.trap("E2")
+def test_mixed_batch_emits_the_target_distribution_over_many_steps(crowd: Crowd) -> None:
     best = crowd.target.argmax(-1)
     for slot in (GREEDY, GREEDY_DRAFTED):
         emitted = crowd.emitted_BP[crowd.slot_B == slot, :3]
@@ -177,12 +147,9 @@ def test_mixed_batch_emits_the_target_distribution_over_many_steps() -> None:
 
 
 @pytest.mark.trap("E3")
-@pytest.mark.usefixtures("vectorised")
-def test_acceptance_reaches_the_overlap_of_p_and_q() -> None:
-    count = 100_000
-    draft_logits = torch.tensor([[2.0, 0.0, 1.0, -1.0, 0.5, -3.0]] * 2)
-    crowd = Crowd(mixed_slots(), count, draft_logits)
-    accepted = crowd.step()
+def test_acceptance_reaches_the_overlap_of_p_and_q(crowd: Crowd) -> None:
+    accepted = crowd.history[0]
+    count = int((crowd.slot_B == SAMPLED).sum())
     for slot in (SAMPLED, FILTERED):
         p = crowd.wanted(slot)[0]
         knobs = Knobs(
@@ -196,7 +163,7 @@ def test_acceptance_reaches_the_overlap_of_p_and_q() -> None:
                 )
             )
         )
-        q = distributions(draft_logits[:1], knobs)[0].double().numpy()
+        q = distributions(crowd.draft_logits[:1], knobs)[0].double().numpy()
         overlap = np.minimum(p, q).sum()
         first = (accepted.num_accepted_B[crowd.slot_B == slot] > 0).double().mean()
         assert abs(float(first) - overlap) < 4 * (0.25 / count) ** 0.5
@@ -206,51 +173,41 @@ def test_acceptance_reaches_the_overlap_of_p_and_q() -> None:
 
 
 @pytest.mark.trap("E6")
-@pytest.mark.usefixtures("vectorised")
 def test_rare_tokens_survive_rejection() -> None:
-    # The target gives three tokens about 1e-5 to 1e-4; the draft proposes one of them far too
-    # often and never another, so both the coin and the residual meet small numbers.
-    count = 300_000
+    # The target gives three tokens about 1e-4; the draft proposes one of them far too often and
+    # never another, so both the coin and the residual meet small numbers.
+    count = 100_000
     slots = mixed_slots()
     slots.temperature_S[SAMPLED] = 1.0
-    p = torch.tensor([0.6, 0.3, 0.0998, 1e-4, 9e-5, 1e-5], dtype=torch.float64)
+    p = torch.tensor([0.6, 0.3, 0.09955, 2e-4, 1.5e-4, 1e-4], dtype=torch.float64)
     q = torch.tensor([0.3, 0.3, 0.15, 0.25, 1e-9, 1e-6])
-    total = np.zeros(VOCAB, np.int64)
     window_slots = torch.full((count,), SAMPLED)
-    for seed in range(6):
-        slots.seed_S2[SAMPLED, 0] = 1000 + seed
-        position_B = torch.arange(count, dtype=torch.int32)
-        logits = q.log().expand(count, VOCAB).clone()
-        draft_B = propose_tokens(logits, window_slots, position_B, 0, slots)
-        window = Window.packed(window_slots, torch.full((count,), 2), draft_B[:, None], position_B)
-        accepted = verify(
-            p.float().log().repeat(2 * count, 1),
-            window,
-            slots,
-            tail=Tail.FULL,
-            rules=AcceptRules(),
-            custom=None,
-            late_bits_NV=None,
-        )
-        total += np.bincount(accepted.token_BW[:, 0].numpy(), minlength=VOCAB)
+    position_B = torch.arange(count, dtype=torch.int32)
+    logits = q.log().expand(count, VOCAB).clone()
+    draft_B = propose_tokens(logits, window_slots, position_B, 0, slots)
+    width_B = torch.full((count,), 2)
+    windows = WindowRows.packed(window_slots, width_B, draft_B[:, None], position_B)
+    accepted = accept(p.float().log().repeat(2 * count, 1), windows, slots)
+    total = np.bincount(accepted.token_BW[:, 0].numpy(), minlength=VOCAB)
     assert pvalue(total, p.numpy() / float(p.sum())) > 1e-4
 
 
-def test_shortcut_emits_the_target_distribution_too() -> None:
-    crowd = Crowd(mixed_slots(), 2500, torch.tensor([[1.0, 0.0, 1.0, -1.0, 0.5, -3.0]] * 2))
-    crowd.step()
-    for slot in (ONE_HOT, SAMPLED, FILTERED):
-        counts = np.bincount(crowd.emitted_BP[crowd.slot_B == slot, 0].numpy(), minlength=VOCAB)
-        assert pvalue(counts, crowd.wanted(slot)[0]) > 1e-4, slot
-
-
-def test_shortcut_and_reference_emit_the_same_tokens(request: pytest.FixtureRequest) -> None:
+def test_the_reference_emits_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor reference, which bisects its thresholds: what kernels of a GPU are compared to."""
     emitted = []
-    for fixture in (None, "vectorised"):
-        if fixture:
-            request.getfixturevalue(fixture)
+    for is_reference in (False, True):
+        if is_reference:
+            for module in (verify, sampling):
+                monkeypatch.setattr(module, "draw_windows", draw_by_reference)
+            monkeypatch.setattr(sampling, "thresholds", thresholds_reference)
         crowd = Crowd(mixed_slots(), 700, torch.tensor([[1.0, 0.0, 1.0, -1.0, 0.5, -3.0]] * 2))
         crowd.step()
         crowd.step()
         emitted.append(crowd.emitted_BP)
     assert torch.equal(*emitted)
+
+
+def draw_by_reference(
+    logits: Tensor, rows: LogitRows, knobs: Knobs, noise: Noise, verdict: Tensor
+) -> tuple[Tensor, Tensor]:
+    return draw_rows_reference(logits[rows.row_M], knobs, noise)

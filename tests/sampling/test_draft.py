@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels.sampling import Knobs, distributions
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling.reference import Knobs, distributions
 from paceline.sampling.draft import propose_tokens
-from paceline.sampling.verify import AcceptRules, Tail, verify
-from paceline.sampling.window import Window
+from paceline.sampling.verify import SamplingMode
 from paceline.state.slots import Slots
+from tests.sampling.verifying import accept
 
 VOCAB = 24
 
@@ -47,7 +48,7 @@ def test_sampled_drafts_come_from_the_distribution_that_is_stored() -> None:
         *(t[:4] for t in (slots.temperature_S, slots.top_k_S, slots.top_p_S, slots.min_p_S))
     )
     assert torch.allclose(stored[1:], distributions(logits, knobs)[1:])
-    assert (stored.gather(1, ids[:, None].long()) > 0).all()
+    assert (stored.gather(1, ids[:, None].long())[1:] > 0).all()
     assert ids[0] == logits[0].argmax()
     assert (stored[2] > 0).sum() == 3
     assert slots.draft_probs_SKV[:, [0, 2]].sum() == 0
@@ -61,10 +62,10 @@ def test_a_reduced_vocabulary_gives_the_targets_ids_and_no_chance_to_the_rest() 
     token_of = torch.tensor([1, 4, 5, 9, 12])
     narrow = some_logits(4)[:, :5].contiguous()
     slot, position = torch.arange(4), torch.full((4,), 9)
-    ids = propose_tokens(narrow, slot, None, 0, slots, token_of_V=token_of)
+    ids = propose_tokens(narrow, slot, None, 0, slots, draft_to_target_ids=token_of)
     assert ids.dtype == torch.int32
     assert ids.tolist() == token_of[narrow.argmax(-1)].tolist()
-    drawn = propose_tokens(narrow, slot, position, 1, slots, token_of_V=token_of)
+    drawn = propose_tokens(narrow, slot, position, 1, slots, draft_to_target_ids=token_of)
     assert set(drawn.tolist()) <= set(token_of.tolist())
     assert slots.draft_probs_SKV is not None
     stored = slots.draft_probs_SKV[:4, 1]
@@ -72,7 +73,7 @@ def test_a_reduced_vocabulary_gives_the_targets_ids_and_no_chance_to_the_rest() 
         *(t[:4] for t in (slots.temperature_S, slots.top_k_S, slots.top_p_S, slots.min_p_S))
     )
     torch.testing.assert_close(stored[1:, token_of], distributions(narrow, knobs)[1:])
-    torch.testing.assert_close(stored.sum(-1), torch.ones(4))
+    torch.testing.assert_close(stored[1:].sum(-1), torch.ones(3))  # a greedy row has none
 
 
 def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
@@ -81,22 +82,14 @@ def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
     flat = torch.zeros(200, VOCAB)
     slot, position = torch.zeros(200, dtype=torch.int64), torch.arange(200)
     drafts = propose_tokens(flat, slot, position, 0, slots)
-    window = Window.packed(
+    window = WindowRows.packed(
         slot,
         torch.ones(200, dtype=torch.int64),
         torch.empty((200, 0), dtype=torch.int32),
         position.to(torch.int32),
     )
     slots.max_len_S.fill_(1000)
-    target = verify(
-        flat,
-        window,
-        slots,
-        tail=Tail.SAMPLE,
-        rules=AcceptRules(),
-        custom=None,
-        late_bits_NV=None,
-    ).token_BW[:, 0]
+    target = accept(flat, window, slots, mode=SamplingMode.SAMPLE).token_BW[:, 0]
     assert len(drafts.unique()) == VOCAB
     assert int((drafts == target).sum()) < 30  # 8 expected; equal noise would give 200
 
@@ -111,16 +104,8 @@ def test_broken_draft_logits_harm_nobody() -> None:
     slot, position = torch.arange(2), torch.full((2,), 9)
     ids = propose_tokens(logits, slot, position, 0, slots)
     assert ((ids >= 0) & (ids < VOCAB)).all()
-    window = Window.packed(slot, torch.tensor([2, 2]), ids[:, None], position.to(torch.int32))
-    accepted = verify(
-        some_logits(4),
-        window,
-        slots,
-        tail=Tail.FULL,
-        rules=AcceptRules(),
-        custom=None,
-        late_bits_NV=None,
-    )
+    window = WindowRows.packed(slot, torch.tensor([2, 2]), ids[:, None], position.to(torch.int32))
+    accepted = accept(some_logits(4), window, slots, mode=SamplingMode.FULL)
     assert accepted.done_B.tolist() == [0, 0]
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paceline.errors import InvalidRequest
-from paceline.kernels.sampling import Knobs, distributions, thresholds_reference
+from paceline.kernels.sampling.reference import Knobs, distributions, thresholds
 from paceline.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, EngineRequest, SamplingParams
-from paceline.sampling.params import pack_bits, slot_rows, tail_of
-from paceline.sampling.verify import Tail
+from paceline.sampling.params import mode_of, pack_bits, slot_rows
+from paceline.sampling.verify import SamplingMode
 from paceline.state.slots import BAD_WORDS, LOGPROBS, NUM_EOS_IDS, PENALTIES, Slots
 
 VOCAB = 70
@@ -55,7 +55,6 @@ def test_every_value_fits_its_tensor() -> None:
     assert slots.max_len_S[0] == 50
     assert slots.bad_words_SEE[0, 0].tolist() == [-1] * (MAX_BAD_WORD_TOKENS - 2) + [1, 2]
     assert slots.bias_ids_SE[0, :2].tolist() == [5, -1]
-    assert slots.num_prompt_logprobs_S[0] == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, -(2**63), 2**63 - 1])
@@ -70,7 +69,7 @@ def test_a_top_p_of_next_to_nothing_keeps_the_best_token(top_p: float) -> None:
     knobs = Knobs(*(torch.tensor([x]) for x in (1.0, 0, float(kept), 0.0)))
     prob_NV = distributions(torch.tensor([[0.0, 3.0, 1.0]]), knobs)
     assert prob_NV[0, 1] == 1
-    assert thresholds_reference(torch.tensor([[0.0, 3.0, 1.0]]), knobs) == 3.0
+    assert thresholds(torch.tensor([[0.0, 3.0, 1.0]]), knobs) == 3.0
 
 
 def test_allowed_bits_are_the_asked_ids() -> None:
@@ -91,30 +90,32 @@ def test_tiny_temperature_is_greedy(temperature: float) -> None:
         1,
         0,
     )
-    assert tail_of(request) is Tail.GREEDY
+    assert mode_of(request) is SamplingMode.GREEDY
 
 
 @pytest.mark.parametrize(
-    ("params", "tail"),
+    ("params", "mode"),
     [
-        ({"temperature": 0}, Tail.GREEDY),
-        ({"temperature": 0.5, "top_k": 3}, Tail.SAMPLE),
-        ({"temperature": 0, "presence_penalty": 0.1}, Tail.FULL),
-        ({"temperature": 0, "logprobs": 0}, Tail.FULL),
-        ({"temperature": 0, "min_tokens": 1}, Tail.FULL),
-        ({"temperature": 0, "logit_bias": {1: 1.0}}, Tail.FULL),
-        ({"temperature": 0, "allowed_token_ids": [1]}, Tail.FULL),
-        ({"temperature": 0, "logits_processors": ["a:B"]}, Tail.FULL),
-        ({"temperature": 0, "bad_words": ((1,),)}, Tail.FULL),
+        ({"temperature": 0}, SamplingMode.GREEDY),
+        ({"temperature": 0.5, "top_k": 3}, SamplingMode.SAMPLE),
+        ({"temperature": 0, "presence_penalty": 0.1}, SamplingMode.FULL),
+        ({"temperature": 0, "logprobs": 0}, SamplingMode.FULL),
+        ({"temperature": 0, "min_tokens": 1}, SamplingMode.FULL),
+        ({"temperature": 0, "logit_bias": {1: 1.0}}, SamplingMode.FULL),
+        ({"temperature": 0, "allowed_token_ids": [1]}, SamplingMode.FULL),
+        ({"temperature": 0, "logits_processors": ["a:B"]}, SamplingMode.FULL),
+        ({"temperature": 0, "bad_words": ((1,),)}, SamplingMode.FULL),
     ],
 )
-def test_tail_is_the_least_that_serves_the_request(params: dict[str, Any], tail: Tail) -> None:
-    assert tail_of(engine_request(**params)) is tail
+def test_mode_is_the_least_that_serves_the_request(
+    params: dict[str, Any], mode: SamplingMode
+) -> None:
+    assert mode_of(engine_request(**params)) is mode
 
 
 def test_sampled_drafts_need_the_full_tail_unless_the_request_is_greedy() -> None:
-    assert tail_of(engine_request(temperature=1.0), sampled_drafts=True) is Tail.FULL
-    assert tail_of(engine_request(temperature=0.0), sampled_drafts=True) is Tail.GREEDY
+    assert mode_of(engine_request(temperature=1.0), sampled_drafts=True) is SamplingMode.FULL
+    assert mode_of(engine_request(temperature=0.0), sampled_drafts=True) is SamplingMode.GREEDY
 
 
 def test_tables_of_unused_features_are_left_out() -> None:

@@ -8,24 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import paceline.sampling.verify
-from paceline.kernels import rng
-from paceline.kernels.sampling import Knobs, distributions
-from paceline.kernels.triton_cases_step import COIN_SEEDS
+import paceline.kernels.verify.reference
+from paceline.kernels.rng import reference as rng
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling.reference import Knobs, distributions
+from paceline.kernels.verify.reference import ROWS_AT_ONCE
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.sampling.params import pack_bits
-from paceline.sampling.verify import (
-    ROWS_AT_ONCE,
-    Accepted,
-    AcceptRules,
-    Tail,
-    conditional_rates,
-    synthetic_rates,
-    verify,
-)
-from paceline.sampling.window import Window
+from paceline.sampling.verify import SamplingMode, Synthetic, conditional_rates, synthetic_rates
 from paceline.state.slots import LOGPROBS, MIN_TOKENS, PENALTIES, Slots
+from tests.kernels.cases.step import COIN_SEEDS
 from tests.sampling.simulation import NoiseModel, Simulation
+from tests.sampling.verifying import Accepted, accept, late_bits
 
 VOCAB = 32
 CPU = torch.device("cpu")
@@ -41,9 +35,9 @@ def fresh_slots(count: int, *, temperature: float = 0.0, draft_vocab_size: int =
     return slots
 
 
-def window_of(drafts: list[list[int]], length: int = 10) -> Window:
+def window_of(drafts: list[list[int]], length: int = 10) -> WindowRows:
     batch = len(drafts)
-    return Window.packed(
+    return WindowRows.packed(
         torch.arange(batch),
         torch.full((batch,), len(drafts[0]) + 1),
         torch.tensor(drafts, dtype=torch.int32).reshape(batch, -1),
@@ -55,28 +49,11 @@ def some_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def check(
-    logits: Tensor,
-    window: Window,
-    slots: Slots,
-    *,
-    tail: Tail = Tail.FULL,
-    rules: AcceptRules | None = None,
-    late: Tensor | None = None,
-) -> Accepted:
-    return verify(
-        logits.clone(),
-        window,
-        slots,
-        tail=tail,
-        rules=rules or AcceptRules(),
-        custom=None,
-        late_bits_NV=late,
-    )
+check = accept
 
 
 PATTERNS = [[-1, -1, -1], [-1, 4, 5], [4, -1, -1], [4, -1, 6], [4, 5, -1]]
-ALWAYS = AcceptRules.synthetic((1.0, 1.0, 1.0), CPU)
+ALWAYS = Synthetic(torch.ones(3))
 
 
 @pytest.mark.trap("E1")
@@ -91,8 +68,8 @@ def test_missing_draft_is_never_accepted(pattern: list[int], mode: str, temperat
         slots.draft_probs_SKV[:, :, -1] = 1e-30  # where an index of -1 would read
     logits = some_logits(4 * 40)
     logits[:, [4, 5]] += 4.0
-    rules = ALWAYS if mode == "synthetic" else AcceptRules()
-    accepted = check(logits, window_of([pattern] * 40), slots, rules=rules)
+    synthetic = ALWAYS if mode == "synthetic" else None
+    accepted = check(logits, window_of([pattern] * 40), slots, synthetic=synthetic)
     real = [*pattern, -1].index(-1)  # drafts before the first gap
     assert (accepted.num_accepted_B <= real).all()
     assert (accepted.num_drafts_B == sum(d >= 0 for d in pattern)).all()
@@ -105,28 +82,27 @@ def test_missing_draft_is_never_accepted(pattern: list[int], mode: str, temperat
 
 
 @pytest.mark.trap("E7")
-@pytest.mark.parametrize("tail", list(Tail))
+@pytest.mark.parametrize("mode", list(SamplingMode))
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_unusable_logits_end_one_request_and_no_other(tail: Tail, poison: float) -> None:
-    temperature = 0.0 if tail is Tail.GREEDY else 0.9
+def test_unusable_logits_end_one_request_and_no_other(mode: SamplingMode, poison: float) -> None:
+    temperature = 0.0 if mode is SamplingMode.GREEDY else 0.9
     slots = fresh_slots(4, temperature=temperature)
-    if tail is Tail.FULL:
+    if mode is SamplingMode.FULL:
         slots.features_S.fill_(LOGPROBS | PENALTIES)
         slots.num_logprobs_S.fill_(3)
         slots.repetition_S.fill_(1.2)
     window = window_of([[1, 2]] * 4)
     logits = some_logits(12)
-    clean = check(logits, window, slots, tail=tail)
+    clean = check(logits, window, slots, mode=mode)
     logits[3, 7] = poison  # the second request, at its first position
-    broken = check(logits, window, slots, tail=tail)
+    broken = check(logits, window, slots, mode=mode)
     assert broken.done_B.tolist() == [0, Done.ERROR, 0, 0]
     assert broken.count_B[1] == 1
     assert 0 <= int(broken.token_BW[1, 0]) < VOCAB
     others = [0, 2, 3]
     assert torch.equal(broken.token_BW[others], clean.token_BW[others])
-    if broken.logprobs is not None:
-        assert torch.isfinite(broken.logprobs.values_RWT).all()
-        assert broken.logprobs.ids_RWT.max() < VOCAB
+    assert torch.isfinite(broken.values_BWT).all()
+    assert broken.ids_BWT.max() < VOCAB
 
 
 def test_broken_row_behind_accepted_drafts_keeps_what_came_before() -> None:
@@ -134,7 +110,7 @@ def test_broken_row_behind_accepted_drafts_keeps_what_came_before() -> None:
     logits = some_logits(3)
     best = logits.argmax(-1).tolist()
     logits[1, 0] = float("nan")
-    accepted = check(logits, window_of([best[:2]]), slots, tail=Tail.GREEDY)
+    accepted = check(logits, window_of([best[:2]]), slots, mode=SamplingMode.GREEDY)
     assert accepted.token_BW[0, 0] == best[0]
     assert accepted.count_B[0] == 2
     assert accepted.done_B[0] == Done.ERROR
@@ -154,15 +130,15 @@ def test_request_that_may_say_nothing_ends_with_an_error() -> None:
     assert [out.done for out in outputs] == [Done.ERROR, Done.LENGTH]
 
 
-@pytest.mark.parametrize("tail", [Tail.SAMPLE, Tail.FULL])
-def test_greedy_rows_are_the_same_in_every_tail(tail: Tail) -> None:
+@pytest.mark.parametrize("mode", [SamplingMode.SAMPLE, SamplingMode.FULL])
+def test_greedy_rows_are_the_same_in_every_tail(mode: SamplingMode) -> None:
     slots = fresh_slots(6)
     slots.temperature_S[3:] = 1.0
     logits = some_logits(18)
     logits[:, 5] = logits.amax(-1)  # ties
     window = window_of([[5, 5]] * 6)
-    mixed = check(logits, window, slots, tail=tail)
-    greedy = check(logits, window, slots, tail=Tail.GREEDY)
+    mixed = check(logits, window, slots, mode=mode)
+    greedy = check(logits, window, slots, mode=SamplingMode.GREEDY)
     assert torch.equal(mixed.token_BW[:3], greedy.token_BW[:3])
 
 
@@ -193,11 +169,11 @@ def test_rejection_holds_few_distributions_at_a_time(monkeypatch: pytest.MonkeyP
         rows_at_once.append(len(logits_NV))
         return distributions(logits_NV, knobs)
 
-    monkeypatch.setattr(paceline.sampling.verify, "distributions", recorded)
+    monkeypatch.setattr(paceline.kernels.verify.reference, "distributions", recorded)
     accepted = check(logits, window, slots)
     assert sum(rows_at_once) == batch * k
     assert max(rows_at_once) == ROWS_AT_ONCE
-    monkeypatch.setattr(paceline.sampling.verify, "ROWS_AT_ONCE", batch * k)
+    monkeypatch.setattr(paceline.kernels.verify.reference, "ROWS_AT_ONCE", batch * k)
     at_once = check(logits, window, slots)
     assert torch.equal(accepted.token_BW, at_once.token_BW)
 
@@ -206,15 +182,15 @@ def test_sample_does_not_depend_on_its_neighbours() -> None:
     slots = fresh_slots(8, temperature=1.0)
     slots.top_p_S[:4] = 0.8
     logits = some_logits(8)
-    together = check(logits, window_of([[]] * 8), slots, tail=Tail.SAMPLE)
+    together = check(logits, window_of([[]] * 8), slots, mode=SamplingMode.SAMPLE)
     for b in range(8):
-        window = Window.packed(
+        window = WindowRows.packed(
             torch.tensor([b]),
             torch.tensor([1]),
             torch.empty((1, 0), dtype=torch.int32),
             torch.tensor([10], dtype=torch.int32),
         )
-        alone = check(logits[b : b + 1], window, slots, tail=Tail.SAMPLE)
+        alone = check(logits[b : b + 1], window, slots, mode=SamplingMode.SAMPLE)
         assert alone.token_BW[0, 0] == together.token_BW[b, 0]
 
 
@@ -263,15 +239,15 @@ def forced(rates: tuple[float, ...], temperature: float, batch: int = 4000) -> A
     k = len(rates)
     slots = fresh_slots(1, temperature=temperature)
     slots.max_len_S.fill_(2**31 - 1)
-    window = Window.packed(
+    window = WindowRows.packed(
         torch.zeros(batch, dtype=torch.int64),
         torch.full((batch,), k + 1),
         torch.full((batch, k), 9, dtype=torch.int32),
         torch.arange(batch, dtype=torch.int32) * 8,
     )
-    tail = Tail.SAMPLE if temperature else Tail.GREEDY
-    rules = AcceptRules.synthetic(conditional_rates(rates), CPU)
-    return check(torch.zeros(batch * (k + 1), VOCAB), window, slots, tail=tail, rules=rules)
+    mode = SamplingMode.SAMPLE if temperature else SamplingMode.GREEDY
+    synthetic = Synthetic(torch.tensor(conditional_rates(rates)))
+    return check(torch.zeros(batch * (k + 1), VOCAB), window, slots, mode=mode, synthetic=synthetic)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -306,9 +282,9 @@ def test_a_rate_of_one_always_accepts_and_a_rate_of_nothing_never_does() -> None
     high, low = rng.uniform(slots.seed_S2[:2], position_2, rng.ACCEPT).tolist()
     assert high == 1 - 2**-24  # the next number is 1
     assert 0 < low < 1e-8
-    rules = AcceptRules.synthetic((1.0, 0.0), CPU)
+    synthetic = Synthetic(torch.tensor((1.0, 0.0)))
     window = window_of([[9, 9]] * 2, length=3)
-    accepted = check(some_logits(6), window, slots, tail=Tail.GREEDY, rules=rules)
+    accepted = check(some_logits(6), window, slots, mode=SamplingMode.GREEDY, synthetic=synthetic)
     assert accepted.num_accepted_B.tolist() == [1, 1]
 
 
@@ -320,7 +296,7 @@ def test_forced_acceptance_does_not_stop_before_min_tokens() -> None:
     slots.min_len_S.fill_(12)
     logits = torch.zeros(4, VOCAB)
     logits[:, 9] = 5.0
-    accepted = check(logits, window_of([[9, 9, 9]]), slots, rules=ALWAYS)
+    accepted = check(logits, window_of([[9, 9, 9]]), slots, synthetic=ALWAYS)
     assert accepted.token_BW[0].tolist() == [9, 9, 9, -1]
     assert accepted.done_B[0] == Done.EOS
 
@@ -330,7 +306,7 @@ def test_counts_drafts_among_emitted_tokens_only() -> None:
     slots.stop_ids_SE[:, 3] = 6
     logits = torch.zeros(4, VOCAB)
     logits[torch.arange(4), torch.tensor([5, 6, 7, 8])] = 1.0
-    accepted = check(logits, window_of([[5, 6, 7]]), slots, tail=Tail.GREEDY)
+    accepted = check(logits, window_of([[5, 6, 7]]), slots, mode=SamplingMode.GREEDY)
     assert accepted.token_BW[0].tolist() == [5, 6, -1, -1]
     assert accepted.num_accepted_B[0] == 2
     assert accepted.num_drafts_B[0] == 3
@@ -344,33 +320,30 @@ def test_late_masks_bind_at_each_window_position(temperature: float) -> None:
     masks = [pack_bits([3], VOCAB), pack_bits([7], VOCAB), pack_bits([9], VOCAB)]
     late = torch.stack([torch.from_numpy(m) for m in [*masks, *[everything] * 3]])
     logits = some_logits(6)
-    accepted = check(logits, window, slots, late=late)
+    accepted = check(logits, window, slots, late=late_bits(late, window))
     assert accepted.token_BW[0].tolist() == [3, 7, -1]
     free = check(logits, window, slots)
     assert torch.equal(accepted.token_BW[1], free.token_BW[1])
 
 
 def test_empty_batch_gives_an_empty_result() -> None:
-    window = Window.packed(
+    window = WindowRows.packed(
         torch.empty(0, dtype=torch.int64),
         torch.empty(0, dtype=torch.int64),
         torch.empty((0, 3), dtype=torch.int32),
         torch.empty(0, dtype=torch.int32),
     )
-    for tail in Tail:
-        accepted = check(torch.empty(0, VOCAB), window, fresh_slots(1), tail=tail)
+    for mode in SamplingMode:
+        accepted = check(torch.empty(0, VOCAB), window, fresh_slots(1), mode=mode)
         assert accepted.token_BW.shape == (0, 4)
 
 
 @pytest.mark.trap("E15")
-@pytest.mark.parametrize("tail", list(Tail))
-def test_results_are_int32(tail: Tail) -> None:
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_results_are_int32(mode: SamplingMode) -> None:
     slots = fresh_slots(2)
     slots.features_S.fill_(LOGPROBS)
     slots.num_logprobs_S.fill_(2)
-    accepted: Any = check(some_logits(4), window_of([[1], [2]]), slots, tail=tail)
+    accepted: Any = check(some_logits(4), window_of([[1], [2]]), slots, mode=mode)
     for name in ("token_BW", "count_B", "done_B", "num_drafts_B", "num_accepted_B"):
         assert getattr(accepted, name).dtype == torch.int32, name
-    if tail is Tail.FULL:
-        assert accepted.logprobs.ids_RWT.dtype == torch.int32
-        assert accepted.logprobs.values_RWT.dtype == torch.float32

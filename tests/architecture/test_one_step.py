@@ -1,0 +1,84 @@
+"""CPU and CUDA run one step: a few files know which device they are on, and no other may ask."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.architecture.source_tree import Source, dotted, sources
+
+FOLDERS = ("paceline/runner", "paceline/sampling", "paceline/drafters", "paceline/state")
+# What differs between CPU and CUDA, and where it is decided.
+KNOWS_DEVICE = {
+    "paceline/runner/startup.py": "which device an engine runs on",
+    "paceline/runner/startup_cuda.py": "weight formats, memory sizing, graphs",
+    "paceline/runner/ranks.py": "which GPU a rank has",
+    "paceline/runner/streams.py": "a worker thread, or the GPU's own stream",
+    "paceline/runner/graphs.py": "capture and replay",
+    "paceline/runner/runner.py": "the clock and the idle check of a GPU",
+    "paceline/sampling/verify.py": "which processors a step can leave out",
+    "paceline/state/step_buffers.py": "pinned host memory",
+    "paceline/state/packets.py": "pinned host memory",
+}
+ASKS = {"is_cuda", "is_cpu", "cuda"}
+# Copies between host and device, and who makes them.
+WRITES = {"paceline/state/staging.py", "paceline/state/packets.py"}
+COPIES = {"cpu", "pin_memory", "copy_", "item", "tolist"}
+
+PACKAGE = sources(*FOLDERS)
+
+
+def attributes(source: Source) -> set[str]:
+    nodes = ast.walk(source.tree)
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def compares_device_type(source: Source) -> bool:
+    compared = (n for n in ast.walk(source.tree) if isinstance(n, ast.Compare))
+    return any(dotted(n.left).endswith("device.type") for n in compared)
+
+
+@pytest.mark.parametrize("source", PACKAGE, ids=lambda s: s.name)
+def test_only_the_named_files_ask_which_device_they_are_on(source: Source) -> None:
+    asks = bool(attributes(source) & ASKS) or compares_device_type(source)
+    if source.name not in KNOWS_DEVICE:
+        assert not asks, f"{source.name} asks for the device; see {sorted(KNOWS_DEVICE)}"
+
+
+@pytest.mark.parametrize("name", sorted(KNOWS_DEVICE))
+def test_every_file_that_may_ask_does(name: str) -> None:
+    (source,) = (s for s in PACKAGE if s.name == name)
+    asks = bool(attributes(source) & (ASKS | {"pin_memory", "is_pinned"}))
+    assert asks or compares_device_type(source), f"{name} need not be in the list any more"
+
+
+def test_there_is_one_step_one_verify_and_one_runner() -> None:
+    for name, owner in (
+        ("step_a", "paceline/runner/step.py"),
+        ("step_b", "paceline/runner/step.py"),
+        ("verify", "paceline/sampling/verify.py"),
+        ("launch", "paceline/runner/runner.py"),
+    ):
+        found = {s.name for s in PACKAGE for f in s.functions() if f.name == name}
+        assert found == {owner}, name
+
+
+def test_slot_state_has_one_door_in_for_each_transport() -> None:
+    """Only staging and packets write what a plan changes in slots and page tables."""
+    writers = set()
+    for source in sources("paceline"):
+        calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call)]
+        names = {dotted(call.func).rpartition(".")[2] for call in calls}
+        if names & {"Staging", "PacketWriter"} and source.name not in WRITES:
+            writers.add(source.name)
+    assert writers == {"paceline/runner/compact_rows.py", "paceline/runner/padded_rows.py"}
+
+
+def test_results_are_read_in_one_place() -> None:
+    readers = set()
+    for source in sources("paceline"):
+        calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call)]
+        if any(dotted(call.func).rpartition(".")[2] == "RingReader" for call in calls):
+            readers.add(source.name)
+    assert readers == {"paceline/runner/runner.py"}
