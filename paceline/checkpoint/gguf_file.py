@@ -1,8 +1,8 @@
-"""Reads a GGUF file: header, metadata and memory-mapped tensors. Knows no architecture and no text.
+"""Reads a GGUF file: header, metadata and memory-mapped tensors. Knows no architecture.
 
-The `gguf` package's reader takes seconds for a large vocabulary (it makes numpy views of every
-string), and each process would pay that at start; the header is simple, so it is walked here with
-bounds checks. What the numbers in the tensors mean stays the package's business (`dequantize`).
+The `gguf` package's reader takes seconds for a large vocabulary, because it makes a numpy view of
+every string, and every process would pay that at start. The header is simple, so it is parsed here
+with bounds checks. The package still dequantises tensors.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-# The types that are plain numbers, so that they can be told without the gguf package.
+# Types of plain numbers, which need no gguf package.
 PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 _MAX_DIMS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies. `shape` is in torch order: the last axis is contiguous."""
+    """A tensor's place in the file. `shape` is in torch order: the last axis is contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _LazyStrings:
-    """An array of strings whose end is known and whose text is read when somebody asks."""
+    """An array of strings that is decoded when it is first used."""
 
     start: int
     count: int
 
 
 class GgufFile(Mapping[str, Any]):
-    """The metadata as a mapping, `tensors` by name, and the tensors' numbers on demand."""
+    """The metadata as a mapping, and the tensors by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class GgufFile(Mapping[str, Any]):
         return len(self._metadata)
 
     def type_name(self, name: str) -> str:
-        """The tensor's storage type, as the format spells it (Q4_1, F16)."""
+        """The tensor's storage type as GGUF names it, such as Q4_1 or F16."""
         return _type_name(self.tensors[name].type_id)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
@@ -108,7 +108,7 @@ class GgufFile(Mapping[str, Any]):
         return self.numbers(name, self.raw(name)).reshape(self.tensors[name].shape)
 
     def numbers(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """Rows of the tensor's type, or of whole blocks of it, as float32."""
+        """Dequantise rows, or parts of rows in whole blocks, to float32."""
         type_id = self.tensors[name].type_id
         if PLAIN_TYPES.get(type_id) == "F32":
             return rows.view(np.float32)
@@ -116,7 +116,7 @@ class GgufFile(Mapping[str, Any]):
         return np.asarray(values, dtype=np.float32)
 
     def block(self, name: str) -> tuple[int, int]:
-        """How many numbers are stored together, and in how many bytes."""
+        """Numbers per quantisation block, and its size in bytes."""
         type_id = self.tensors[name].type_id
         if type_id in PLAIN_TYPES:
             return 1, 4 if PLAIN_TYPES[type_id] == "F32" else 2
@@ -125,7 +125,7 @@ class GgufFile(Mapping[str, Any]):
         return int(count), int(size)
 
     def check_tensors(self) -> None:
-        """Refuse a type that cannot be dequantised and data that the file does not hold."""
+        """Refuse types that cannot be dequantised, and tensors that end past the file."""
         checked: set[int] = set()
         for tensor in self.tensors.values():
             if tensor.type_id not in checked:
@@ -193,7 +193,7 @@ class GgufFile(Mapping[str, Any]):
         base = -(-at // alignment) * alignment
         for name, shape, type_id, offset in infos:
             if name in self.tensors:
-                self._refuse(f"tensor {name} is there twice")
+                self._refuse(f"tensor {name} appears twice")
             if base + offset >= len(self._map):
                 self._refuse(
                     f"tensor {name} begins at byte {base + offset}, the file has "

@@ -1,4 +1,4 @@
-"""What a GGUF calls a tensor and what Hugging Face calls it. Holds names only, no numbers."""
+"""The Hugging Face name of each GGUF tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 
-# What the rope frequencies are divided by; Hugging Face keeps that in the config.
+# Divisors of the rope frequencies. Hugging Face has them in the config.
 ROPE_FACTORS = "rope_freqs.weight"
 
 _GLOBAL = {
@@ -34,7 +34,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def hf_name(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None when there is none."""
+    """The Hugging Face name of a GGUF tensor; None if it has none."""
     if name in _GLOBAL:
         return _GLOBAL[name]
     match = _LAYER_TENSOR.fullmatch(name)
@@ -56,7 +56,7 @@ def translate(path: Path, names: Iterable[str]) -> dict[str, str]:
     if unknown:
         shown = ", ".join(unknown[:4]) + (" ..." if len(unknown) > 4 else "")
         raise CheckpointError(
-            f"{path} holds {len(unknown)} tensors that Paceline has no place for ({shown}); models "
+            f"{path} holds {len(unknown)} tensors that Paceline does not know ({shown}); models "
             "of this kind are not supported."
         )
     return translated

@@ -1,6 +1,6 @@
 """Rebuilds a `tokenizers` tokenizer from a GGUF's vocabulary. Refuses by name what it cannot.
 
-A GGUF names its pre-tokenizer instead of describing it; the descriptions are here.
+A GGUF contains only the name of its pre-tokenizer; the definitions are here.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from paceline.errors import CheckpointError
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
-# How the text is cut before merges, by tokenizer.ggml.pre. Llama 3 and Qwen2 differ in digits only.
+# The pre-tokenizer's regex. Llama 3 and Qwen2 differ only in digits.
 _CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 PRE_TOKENIZERS = ("smollm", *_LLAMA3_NAMES, "qwen2")
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
 
 def build_tokenizer(file: GgufFile, config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer; which tokens it puts around a text is `adds_bos` and the config's matter."""
+    """The tokenizer without begin and end tokens; tokenizer_files adds them."""
     kind = file.get("tokenizer.ggml.model")
     tokens = file.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -49,7 +49,7 @@ def build_tokenizer(file: GgufFile, config: TokenizerConfig) -> Tokenizer:
 
 
 def _mark_whole(tokenizer: Tokenizer, tokens: list[str], types: list[int], named: set[str]) -> None:
-    """Tokens that text is searched for before anything else: control ones and the user's."""
+    """Mark control and user-defined tokens: they are matched in text before anything else."""
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
         if kind == _CONTROL or token in named:
@@ -61,7 +61,7 @@ def _mark_whole(tokenizer: Tokenizer, tokens: list[str], types: list[int], named
 
 
 def adds_bos(file: GgufFile) -> bool:
-    """Whether text begins with the begin token when the file does not say."""
+    """The default for adding the begin token, if the file does not say."""
     if file.get("tokenizer.ggml.model") == "llama":
         return True
     return file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
@@ -78,7 +78,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
         BPE(
             vocab=_vocabulary(tokens),
             merges=_merges(file),
-            # Llama 3's vocabulary holds words that its merges do not reach.
+            # Llama 3's vocabulary has words that no sequence of merges produces.
             ignore_merges=pre in _LLAMA3_NAMES,
         )
     )
@@ -138,10 +138,10 @@ def _sentencepiece(
 def merges_from_scores(
     tokens: list[str], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose union scores best: as ranked merges.
+    """Ranked merges that do what SentencePiece does: join the neighbours with the best score.
 
-    Every way to cut a piece into two pieces is a merge. Control, unknown and byte pieces never
-    come out of text, so they take no part.
+    Every division of a piece into two known pieces is a merge. Control, unknown and byte pieces are
+    left out, because merging text never produces them.
     """
     ids = {
         token: i

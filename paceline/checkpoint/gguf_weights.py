@@ -1,6 +1,6 @@
-"""The weights in a GGUF under their Hugging Face names and in Hugging Face's row order, as numpy.
+"""The weights of a GGUF as numpy arrays, with Hugging Face's names and row order.
 
-Dequantises when asked. Knows no torch and no device.
+Dequantises on request. Knows no torch and no device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.checkpoint.gguf_file import GgufFile
 from paceline.checkpoint.gguf_names import translate
 from paceline.errors import CheckpointError, nearest
 
-# Bytes of a number, for the types that a bias may have.
+# Bytes per number of the types that a bias may have.
 _BIAS_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -28,7 +28,7 @@ class GgufWeights:
         self._file.check_tensors()
         self._names = translate(path, self._file.tensors)
         self._heads: dict[str, int] = {}
-        if config["model_type"] == "llama":  # the converter permutes no other architecture
+        if config["model_type"] == "llama":  # the converter permutes only this architecture
             self._heads = {
                 "q_proj": config["num_attention_heads"],
                 "k_proj": config["num_key_value_heads"],
@@ -47,7 +47,7 @@ class GgufWeights:
     def raw(self, name: str, part: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
         """The stored bytes, row by row, in Hugging Face's order of rows.
 
-        `part`: only rows from the first up to the second; of q and k at whole heads.
+        `part` (start, stop) selects rows; for q and k it must consist of whole heads.
         """
         stored = self._stored(name)
         rows = self._file.raw(stored)
@@ -61,15 +61,15 @@ class GgufWeights:
         return self._unpermute(name, rows, heads, _BIAS_BYTES.get(self.kind(name)), is_bias)
 
     def load(self, name: str) -> npt.NDArray[Any]:
-        """The numbers as float32. May be a view of the file: it is not to be written to."""
+        """The numbers as float32. They may be a view of the file, so do not write to them."""
         return self.numbers(name, self.raw(name)).reshape(self.shape(name))
 
     def numbers(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """What rows of its type, or whole blocks of them, stand for."""
+        """Dequantise rows, or parts of rows in whole blocks."""
         return self._file.numbers(self._stored(name), rows)
 
     def block(self, name: str) -> tuple[int, int]:
-        """How many numbers are stored together, and in how many bytes."""
+        """Numbers per quantisation block, and its size in bytes."""
         return self._file.block(self._stored(name))
 
     def _stored(self, name: str) -> str:
@@ -92,9 +92,9 @@ class GgufWeights:
     ) -> npt.NDArray[np.uint8]:
         """Undo the converter's order of q and k rows: stored row 2j + p is row p D/2 + j.
 
-        Rows are quantised one by one, so that whole rows move and no number is touched.
+        Each row is quantised separately, so rows can be moved without dequantising them.
         """
-        if is_bias:  # one row of numbers, each of which belongs to a row of the matrix
+        if is_bias:  # one number for each row of the matrix
             if number_bytes is None:
                 raise CheckpointError(
                     f"{self._file.path}: the bias {name} has type {self.kind(name)}; it must be "

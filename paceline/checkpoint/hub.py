@@ -1,4 +1,4 @@
-"""Fetches a repository from the Hugging Face hub into its cache. Decides nothing about its files.
+"""Fetches a repository from the Hugging Face hub into its cache. The caller chooses the files.
 
 The only module that imports huggingface_hub, which reads HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
 """
@@ -24,7 +24,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A repository's files on this disk. `offline` says why the hub could not be asked, if so."""
+    """A repository's files on this disk. `offline`: why the hub could not be asked."""
 
     folder: Path
     offline: str | None = None
@@ -33,12 +33,12 @@ class Snapshot:
 def fetch(repo_id: str, revision: str | None, wanted: Callable[[list[str]], list[str]]) -> Snapshot:
     """The repository's snapshot, with the files that `wanted` picks from the list of its names.
 
-    Offline, or with the hub out of reach, what is in the cache is given as it is.
+    If the hub cannot be reached, the cached snapshot is returned as it is.
     """
     hf = _huggingface_hub()
     try:
-        # Unlike a listing of the tree, this is one request that is not tried again for half a
-        # minute when nobody answers.
+        # One request without retries. Listing the tree instead would retry for half a minute if
+        # the hub does not answer.
         info = hf.HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
     except Exception as error:
         reason = _out_of_reach(hf, error)
@@ -55,12 +55,12 @@ def fetch(repo_id: str, revision: str | None, wanted: Callable[[list[str]], list
 
 
 def _download(hf: Any, repo_id: str, revision: str | None, names: list[str]) -> Path:
-    """The folder with these files. Several are fetched at a time, in threads nobody waits for.
+    """The folder with these files, fetched by several daemon threads.
 
-    The hub library's own `snapshot_download` waits for its threads, so that a hub which does not
-    answer would hold up everybody who wants to leave: Ctrl-C while loading must not take minutes.
+    The hub library's own `snapshot_download` waits for its threads. If the hub does not answer,
+    Ctrl-C would then take minutes.
     """
-    # The first one tells the cache which commit the revision is; the others come from that.
+    # The first download resolves the revision to a commit; the others use that commit.
     folder = Path(hf.hf_hub_download(repo_id, names[0], revision=revision)).parent
     todo: SimpleQueue[str] = SimpleQueue()
     ends: SimpleQueue[Exception | None] = SimpleQueue()
@@ -88,8 +88,8 @@ def _download(hf: Any, repo_id: str, revision: str | None, names: list[str]) -> 
 
 def _cached(hf: Any, repo_id: str, revision: str | None, reason: str) -> Snapshot:
     try:
-        # One name only: newer versions refuse a snapshot that misses any file asked for, and the
-        # cache rightly holds just those that were wanted once.
+        # Ask for one file only: newer versions of the library refuse a snapshot that lacks any
+        # requested file, and the cache holds only the files that were fetched before.
         folder = hf.snapshot_download(
             repo_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
         )
@@ -110,7 +110,7 @@ def remedy(repo_id: str) -> str:
 
 
 def _out_of_reach(hf: Any, error: BaseException) -> str | None:
-    """Why the hub gave no answer; None when it answered."""
+    """Why the hub could not be reached; None if it answered."""
     if isinstance(error, hf.errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     status = _status(error)
@@ -128,7 +128,7 @@ def _explained(
 ) -> CheckpointError:
     shown = _shown(repo_id, revision)
     if isinstance(error, hf.errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # "not in the cache" is only what came after
+        error = error.__cause__  # the cause; "not in the cache" only followed from it
     if isinstance(error, hf.errors.GatedRepoError):
         return CheckpointError(
             f"{shown} is gated ({_status(error)}): ask for access at "

@@ -1,6 +1,6 @@
 """Finds a model: a folder, a GGUF file, a hub id or the default. Reads configs, never weights.
 
-Whatever the source, what comes out is the same: files on this disk and Hugging Face config keys.
+The result has the same form for every source: files on this disk and Hugging Face config keys.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def locate(
     load_format: str = "auto",
     with_weights: bool = True,
 ) -> ModelFiles:
-    """Find `model` ("" is the default model), fetching it where that is what it takes.
+    """Find `model` ("" is the default model), and fetch it if it is not on this disk.
 
-    Without weights only the small files are fetched: enough for text and for dummy weights.
+    Without weights only the small files are fetched; tokenizers and dummy weights need no more.
     """
     with_weights = with_weights and load_format != "dummy"
     if not model:
@@ -65,11 +65,11 @@ def locate(
         return _from_folder(model, path, load_format, with_weights)
     if not _HUB_ID.fullmatch(model) or model.endswith(".gguf"):
         raise CheckpointError(
-            f"{model} is no file or folder here, and not a hub id (owner/name) either."
+            f"{model} is not a file or folder, and not a hub id (owner/name) either."
         )
     if "/" not in model:
         raise CheckpointError(
-            f"{model!r} is no file or folder here. A hub id has the form owner/name, as in "
+            f"{model!r} is not a file or folder. A hub id has the form owner/name, as in "
             "HuggingFaceTB/SmolLM2-135M-Instruct."
         )
     return _from_hub(model, revision, load_format, with_weights)
@@ -121,7 +121,7 @@ def _from_folder(name: str, folder: Path, load_format: str, with_weights: bool) 
     tokenizer_only = not with_weights and load_format != "dummy" and "tokenizer.json" in names
     if "config.json" not in names and not tokenizer_only:
         raise CheckpointError(
-            f"{folder} holds no config.json and no .gguf file, so it is no model. It holds: "
+            f"{folder} holds no config.json and no .gguf file, so it is not a model. It holds: "
             f"{_shown(names)}."
         )
     return ModelFiles(
@@ -175,24 +175,24 @@ def _shards(index: Path) -> list[str]:
         raise CheckpointError(f"{index} has no weight_map, so its shards are unknown.")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
-        # An index comes with the checkpoint: it must not point outside of its folder.
+        # The index is untrusted: it must not point outside of its folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{index} names the shard {shard!r}, which is no file name.")
+            raise CheckpointError(f"{index} names the shard {shard!r}, which is not a file name.")
     missing = [s for s in shards if not (index.parent / s).exists()]
     if missing:
         raise CheckpointError(
-            f"{index} lists {len(shards)} shards, {len(missing)} of which are not there: "
+            f"{index} lists {len(shards)} shards, {len(missing)} of which are missing: "
             f"{_shown(missing)}. Fetch them again."
         )
     return shards
 
 
 def _wanted(names: list[str], load_format: str, with_weights: bool) -> list[str]:
-    """Which files of a hub repository to fetch: the small ones, and one set of weights."""
+    """The files of a hub repository to fetch: the small ones, and one set of weights."""
     top = [n for n in names if "/" not in n]
     small = [n for n in top if n.endswith((".json", ".jinja", ".txt", ".model"))]
     if load_format == "gguf" or ("config.json" not in top and _ggufs(top)):
-        # Config and tokenizer are inside, so the file is needed with or without weights.
+        # Config and tokenizer are inside the GGUF, so it is needed even without weights.
         return [*small, _only_gguf("the repository", top)]
     if not with_weights:
         return small
@@ -201,7 +201,7 @@ def _wanted(names: list[str], load_format: str, with_weights: bool) -> list[str]
         weights = [n for n in top if n.endswith(suffix)]
         if weights:
             stem = _LAYOUTS[layout][0].removesuffix(suffix)
-            # Repositories often hold a second copy under another name (consolidated.*, optimizer).
+            # Other files with this suffix are second copies (consolidated.*) or optimizer states.
             return small + [n for n in weights if n.startswith(stem)]
     return small
 
@@ -213,7 +213,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A JSON object from a checkpoint; {} when it is optional and not there."""
+    """A JSON object from a checkpoint; {} if it is optional and missing."""
     if optional and not path.exists():
         return {}
     try:

@@ -1,6 +1,6 @@
-"""What a checkpoint says about its text: special tokens, begin and end of text, chat templates.
+"""Tokenizer settings of a checkpoint: special tokens, begin and end of text, chat templates.
 
-One shape for Hugging Face folders and GGUF files. Builds no tokenizer and renders nothing.
+The same type for Hugging Face folders and GGUF files. Builds no tokenizer and renders nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """`add_bos` and `add_eos` are None where the checkpoint leaves it to tokenizer.json."""
+    """`add_bos` and `add_eos` are None if tokenizer.json decides."""
 
     named: dict[str, str] = field(default_factory=dict)  # "bos_token" -> "<s>"
     add_bos: bool | None = None
@@ -96,7 +96,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         templates["default"] = stored
     elif isinstance(stored, list):
         templates = {str(entry["name"]): str(entry["template"]) for entry in stored}
-    # Files win over the config: newer tools write the template beside it.
+    # Template files win over the config: newer tools write them.
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     alone = folder / "chat_template.jinja"

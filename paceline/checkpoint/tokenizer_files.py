@@ -1,6 +1,6 @@
 """Loads a checkpoint's tokenizer as a `tokenizers.Tokenizer`, from tokenizer.json or from a GGUF.
 
-Says what text becomes which ids; encoding, decoding and streaming are the text room's.
+paceline/text encodes and decodes with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_backend(files: ModelFiles) -> tuple[Tokenizer, TokenizerConfig]:
-    """The tokenizer, with the begin and end tokens that the checkpoint wants around a text."""
+    """The tokenizer, which adds the begin and end tokens as the checkpoint asks."""
     if files.gguf is not None:
         return _of_gguf(files.gguf)
     config = config_of_folder(files.folder)
@@ -69,7 +69,7 @@ def _of_json(path: Path) -> Tokenizer:
 
 
 def _add_tokens(folder: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    """Tokens that tokenizer_config.json has over and above tokenizer.json."""
+    """Add tokens of tokenizer_config.json that tokenizer.json lacks."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token_id, (text, special) in sorted(config.added.items()):
         if text in known:
@@ -88,7 +88,7 @@ def _add_tokens(folder: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> 
 
 
 def _ends(tokenizer: Tokenizer, config: TokenizerConfig) -> tuple[bool, bool]:
-    """Whether tokenizer.json itself puts the begin token and the end token around a text."""
+    """Whether tokenizer.json itself adds the begin token and the end token."""
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     if len(whole) == len(plain):
@@ -98,7 +98,7 @@ def _ends(tokenizer: Tokenizer, config: TokenizerConfig) -> tuple[bool, bool]:
 
 
 def _set_ends(tokenizer: Tokenizer, config: TokenizerConfig, add_bos: bool, add_eos: bool) -> None:
-    """Make encode put the begin and end tokens on, or not."""
+    """Set whether encode adds the begin and end tokens."""
     pieces, tokens = ["$A"], {}
     for name, wanted, at in (("bos_token", add_bos, 0), ("eos_token", add_eos, 2)):
         if not wanted:

@@ -1,6 +1,6 @@
-"""Attention blocks: normed activations in, what the block adds to the residual out.
+"""Attention blocks: normed activations in, the update of the residual stream out.
 
-KV goes to the pages of the block's own layer; a block never looks at requests.
+A block writes KV to the pages of its own layer. It knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -10,39 +10,48 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.dispatch import Kernels
-from paceline.kernels.rope import HeadNorms
+from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.table import Kernels
 from paceline.layers.linear import Linear
 from paceline.state.pages import LayerPages
+from paceline.step import Longs
 
 
 @dataclass(slots=True)
 class WantedEntries:
-    """The entries of a pass whose outputs anybody reads. Of the others a last layer computes keys
-    and values alone: nearly a whole layer less for the tokens of a prompt."""
+    """The entries of a pass whose outputs are used. For the others the last layer computes only
+    keys and values, which saves most of a layer for the tokens of a prompt."""
 
-    entry_N: Tensor  # some may be there more than once
-    attention: AttentionBatch  # each is a row with one query, or none if nobody reads it after all
+    entry_N: Tensor  # may hold an entry more than once
+    attention: AttentionBatch  # a row per entry, with one query, or none if it is not used
+
+
+class Unwanted(Exception):
+    """Nobody reads what this pass computes."""
 
 
 @dataclass(slots=True)
 class ForwardInputs:
-    """What a forward needs of the step: one entry per token of the varlen batch."""
+    """What a forward needs to know of the step: one entry per token of the varlen batch."""
 
     token_T: Tensor  # ids, all valid
     position_T: Tensor  # clamped to the rotary table
-    page_slot_T: Tensor  # flat slot to write KV to; -1 writes nothing
+    page_slot_T: Tensor  # flat index into the pages where KV is written; -1: nowhere
     attention: AttentionBatch
-    num_rows: int | None = (
-        None  # most entries that any rank has in this pass; None: as many as here
-    )
-    wanted: WantedEntries | None = None  # None: all outputs are read
+    num_rows: int | None = None  # the most entries of any rank in this pass; None: as many as here
+    wanted: WantedEntries | None = None  # None: all outputs are used
+    unwanted: Longs | None = None  # see step.StepPlan; None: the pass is never ended early
+
+    def check_wanted(self) -> None:
+        """Between two layers. Raises Unwanted when no output of the pass is read any more."""
+        if self.unwanted is not None and self.unwanted[0]:
+            raise Unwanted
 
 
 class Attention(Protocol):
-    """`rotation_TH` are the rotations of the step's positions, complex64. KV is that of all
-    entries, results are of those that are wanted."""
+    """`rotation_TH` are the rotations of the step's positions, complex64. KV is written for all
+    entries; results are computed for `wanted` only."""
 
     def __call__(
         self,

@@ -1,6 +1,6 @@
-"""Linear layers: plain, on CUDA, panels for vector kernels, FBGEMM's packed fp16. Picked once.
+"""Linear layers: plain, CUDA, panels for vector kernels, FBGEMM's packed fp16. Chosen at load.
 
-All keep fp32 activations and add up in fp32 on the CPU; only weights are narrower.
+On the CPU activations and sums are fp32; only weights are narrower.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from paceline.kernels import gemv
-from paceline.kernels.dispatch import has_numba, pick_matmul
-from paceline.kernels.gemv import Product
-from paceline.kernels.gemv_table import pick_tile
-from paceline.kernels.matmul import BLOCK_BYTES, PanelWeight, pack_blocks, pack_dense
+from paceline.kernels import table
+from paceline.kernels.linear.reference import Product
+from paceline.kernels.linear.tiles import pick_tile
+from paceline.kernels.panels.reference import BLOCK_BYTES, PanelWeight, pack_blocks, pack_dense
+from paceline.kernels.table import has_numba
 from paceline.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
 FP16_MAX = 65504.0
-# Panels take inputs in multiples of this.
+# The inputs of a panel come in multiples of this.
 PANEL_INPUTS = 4
 
 
@@ -38,12 +38,12 @@ class Linear(Protocol):
 
 
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]
-# From the type of GGUF blocks, rows of them and a bias; None: dequantise them instead.
+# Arguments: type of the GGUF blocks, rows of blocks, bias. None: dequantise them instead.
 BlockFormat = Callable[[str, Tensor, Tensor | None], Linear | None]
 
 
 class DenseLinear:
-    """Weights as they are: the exact path."""
+    """Weights as stored: the exact path."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
@@ -58,7 +58,7 @@ class DenseLinear:
 
 
 class CudaLinear:
-    """Weights as they are, on a GPU: few rows go through kernels of ours, many through cuBLAS."""
+    """Weights on a GPU: few rows are multiplied by our kernels, many by cuBLAS."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
@@ -75,7 +75,7 @@ class CudaLinear:
         return self._few_rows(x_TD.to(weight.dtype), self.product, self.out_dtype)
 
     def multiply(self, x_TD: Tensor) -> Tensor:
-        """The product as torch has it, whatever the table says."""
+        """torch's product, even if the table prefers our kernel."""
         x_TD = x_TD.to(self.weight.dtype)
         out_dtype = self.out_dtype
         if out_dtype is None or out_dtype == self.weight.dtype:
@@ -90,11 +90,11 @@ class CudaLinear:
 
 
 class PanelLinear:
-    """Weights in panels, as narrow as the checkpoint has them: few bytes, and rows cost little."""
+    """Weights in panels, as narrow as in the checkpoint: few bytes to read, cheap extra rows."""
 
     def __init__(self, weight: PanelWeight) -> None:
         self.weight = weight
-        self._matmul = pick_matmul()
+        self._matmul = table.matmul.on(torch.device("cpu"))
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self._matmul(x_TD, self.weight)
@@ -105,7 +105,7 @@ class PanelLinear:
 
 
 class PackedFp16Linear:
-    """FBGEMM's packed fp16 weights: half the bytes of fp32, and more rows cost little."""
+    """FBGEMM's packed fp16 weights: half the bytes of fp32, cheap extra rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed: Any = _prepack(weight.float(), None if bias is None else bias.float())
@@ -125,7 +125,7 @@ class PackedFp16Linear:
 
 
 class Reduced:
-    """A linear whose inputs are spread over ranks: each has a part of the sum."""
+    """A linear whose inputs are divided over ranks: results are summed over the group."""
 
     def __init__(self, part: Linear, group: Group) -> None:
         self.part = part
@@ -143,28 +143,28 @@ def _prepack(weight: Tensor, bias: Tensor | None) -> Any:
     return torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
 
-# Resolved once: an attribute walk through torch.ops costs as much as a small product.
+# Resolved once: looking it up in torch.ops costs as much as a small product.
 _packed_product: Any = getattr(torch.ops.quantized, "linear_dynamic_fp16", None)
 
 
-def dense(dtype: torch.dtype, device: torch.device) -> LinearFormat:
+def dense(
+    dtype: torch.dtype, device: torch.device, kind: LinearFormat = DenseLinear
+) -> LinearFormat:
+    """Weights converted to a type and moved to a device."""
+
     def make(weight: Tensor, bias: Tensor | None) -> Linear:
         moved = None if bias is None else bias.to(device, dtype)
-        return DenseLinear(weight.to(device, dtype), moved)
+        return kind(weight.to(device, dtype), moved)
 
     return make
 
 
 def cuda_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
-    def make(weight: Tensor, bias: Tensor | None) -> Linear:
-        moved = None if bias is None else bias.to(device, dtype)
-        return CudaLinear(weight.to(device, dtype), moved)
-
-    return make
+    return dense(dtype, device, CudaLinear)
 
 
 def for_logits(head: Linear) -> Linear:
-    """The same linear with fp32 results, straight from its sums: bf16 logits have many ties."""
+    """The same linear with fp32 results: logits rounded to bf16 have many ties."""
     if isinstance(head, CudaLinear):
         head.out_dtype = torch.float32
     return head
@@ -174,35 +174,34 @@ def pick_few_rows(
     device: torch.device,
 ) -> Callable[[Tensor, Product, torch.dtype | None], Tensor]:
     """The product of few rows on this device."""
-    if device.type != "cuda":
-        return gemv.linear
-    from paceline.kernels import gemv_triton
+    if device.type == "cuda":
+        from paceline.kernels.linear.triton.products import tickets
 
-    gemv_triton.tickets(device)  # before any graph is captured
-    return gemv_triton.linear
+        tickets(device)  # before any graph is captured
+    return table.linear.on(device)
 
 
 def panels(weight: Tensor, bias: Tensor | None) -> Linear:
-    """fp16, bf16 and fp32 weights as they are."""
+    """fp16, bf16 and fp32 weights in their own type."""
     if weight.shape[1] % PANEL_INPUTS:
         return DenseLinear(weight.float(), None if bias is None else bias.float())
     return PanelLinear(pack_dense(weight, bias))
 
 
 def narrow_panels(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Half precision: bf16 stays exact, fp32 (dequantised) is rounded to fp16 where it fits."""
+    """Half precision: bf16 stays as it is; fp32 (dequantised) is rounded to fp16 if it fits."""
     fits = weight.dtype == torch.bfloat16 or _fits_fp16(weight)
     is_wide = weight.dtype not in (torch.bfloat16, torch.float16)
     return panels(weight.half() if fits and is_wide else weight, bias)
 
 
 def block_panels(kind: str, rows: Tensor, bias: Tensor | None) -> Linear | None:
-    """Quantised blocks as the GGUF has them, where there are panels of that type."""
+    """Quantised blocks as stored in the GGUF, if there are panels of that type."""
     return PanelLinear(pack_blocks(kind, rows, bias)) if kind in BLOCK_BYTES else None
 
 
 def packed_fp16(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Packed where fp16 can hold the weights; fp32 for the rare matrix beyond its range."""
+    """Packed fp16, or fp32 for the rare matrix with values beyond the range of fp16."""
     if not _fits_fp16(weight):
         return DenseLinear(weight.float(), None if bias is None else bias.float())
     return PackedFp16Linear(weight, bias)
@@ -245,10 +244,11 @@ def packed_fp16_works() -> bool:
 
 @cache
 def row_multiple() -> int:
-    """Row counts that give every row the same bits whatever its neighbours: 1, or else 3.
+    """Row counts are padded to a multiple of this, so that a row's bits do not depend on the
+    number of rows: 1 or 3.
 
-    On AVX2 a tail of one or two rows goes through another kernel with other rounding; on AVX-512
-    all counts agree. Asked of the machine rather than of a table.
+    On AVX2 a remainder of one or two rows runs another kernel with other rounding; on AVX-512 all
+    counts give the same bits. This is measured, not looked up.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 160, generator=generator)

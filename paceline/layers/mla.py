@@ -1,7 +1,7 @@
-"""Multi-head latent attention in its absorbed form: heads are queries of one narrow KV row.
+"""Multi-head latent attention in its absorbed form: all heads attend to one narrow KV row.
 
-What the KV projection would make of every cached latent is done to queries and results instead:
-(q Wk) . latent = q . (Wk latent), and the sum of weighted latents goes through Wv once.
+The KV projection is applied to queries and results, not to every cached latent:
+(q Wk) . latent = q . (Wk latent), and the weighted sum of latents is multiplied by Wv once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.dispatch import LatentKernels
-from paceline.kernels.mla import LatentNorm
+from paceline.kernels.mla.reference import LatentNorm
+from paceline.kernels.table import LatentKernels
 from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.layers.linear import Linear
 from paceline.state.pages import LayerPages
@@ -20,7 +20,7 @@ from paceline.state.pages import LayerPages
 
 @dataclass(slots=True)
 class QueryRank:
-    """Queries by way of a narrow, normed vector."""
+    """Low-rank queries: a narrow vector, its norm, and the projection up to all heads."""
 
     norm_Q: Tensor
     eps: float
@@ -35,10 +35,10 @@ class QueryRank:
 class LatentAttention:
     """An `Attention` block. Rotary parts hold interleaved pairs."""
 
-    down: Linear  # to the queries, or what they are made of, then the latent, then its rotary key
+    down: Linear  # gives the queries (or their narrow vector), then the latent, then the rotary key
     query: QueryRank | None  # None: `down` gives the queries themselves
-    key_NQL: Tensor  # by head: from a query without its rotary part to the latents' space
-    value_NLV: Tensor  # by head: from a latent to a value
+    key_NQL: Tensor  # Wk by head: maps the part of a query without positions to a latent
+    value_NLV: Tensor  # Wv by head: maps a latent to a value
     norm: LatentNorm
     o: Linear
     kernels: LatentKernels

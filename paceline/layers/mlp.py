@@ -1,4 +1,4 @@
-"""The block after attention: normed activations in, what the block adds to the residual out."""
+"""MLP blocks: normed activations in, the update of the residual stream out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mlp(Protocol):
 
 @dataclass(slots=True)
 class GatedMlp:
-    """down(silu(gate x) * up x), gate and up as one product."""
+    """down(silu(gate x) * up x). gate and up are one product."""
 
     gate_up: Linear
     down: Linear

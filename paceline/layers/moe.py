@@ -1,30 +1,34 @@
-"""An MLP block of experts: a router picks a few for each token; one more may serve all of them.
+"""A mixture of experts: a router chooses a few experts per token, and a shared one may serve all.
 
-Knows no families: what a router does is data (kernels/routing), names are models/moe_loading's.
+Knows no families: the router's rules are data (kernels/routing), loading is models/blocks/experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.dispatch import ApplyExperts, Route
-from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.routing import Routing
+from paceline.kernels.experts.reference import ExpertWeights, Routing
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMlp
 from paceline.parallel.collectives import Group
 from paceline.parallel.expert_exchange import ExpertExchange, RoutedRows
 
+Route = Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
+ApplyExperts = Callable[
+    [Tensor, Tensor, Tensor, ExpertWeights, Tensor | None, torch.dtype | None], Tensor
+]
+
 
 class Experts(Protocol):
-    """Rows and their experts -> the experts' weighted sum, plus what the shared one made.
+    """The weighted sum of each row's experts, plus the output of the shared expert.
 
-    `num_rows`: the most rows that any rank has in this pass; None: as many as here.
+    `num_rows` is the largest number of rows of any rank in this pass; None: as many as here.
     """
 
     def __call__(
@@ -37,7 +41,7 @@ class Experts(Protocol):
 
 @dataclass(slots=True)
 class MoeMlp:
-    """The sum of the chosen experts, by the router's weights, and of the shared expert."""
+    """The chosen experts' outputs, weighted by the router, plus the shared expert's."""
 
     router: Router
     experts: Experts
@@ -56,7 +60,7 @@ class MoeMlp:
 
 @dataclass(slots=True)
 class Router:
-    """Logits by expert, and the choice among them. Whole on every rank: all choose alike."""
+    """Logits by expert, and the choice. It is whole on every rank, so all make the same choice."""
 
     linear: Linear  # gives fp32
     bias_E: Tensor | None  # fp32
@@ -76,7 +80,7 @@ class Router:
 
 @dataclass(slots=True)
 class StackedExperts:
-    """All experts in two tensors and one call: for fixed shapes, may be captured."""
+    """All experts in two tensors and one call: fixed shapes, so a CUDA graph can capture it."""
 
     weights: ExpertWeights
     apply: ApplyExperts
@@ -94,9 +98,9 @@ class StackedExperts:
 
 @dataclass(slots=True)
 class SeparateExperts:
-    """CPU: each expert is an MLP of its own, in whatever format the linears have there.
+    """CPU: each expert is a separate MLP in the format of the CPU's linears.
 
-    Only experts that some row chose are computed, on those rows.
+    An expert is computed only for the rows that chose it.
     """
 
     experts: list[GatedMlp]
@@ -109,10 +113,10 @@ class SeparateExperts:
         flat_E, order_E = chosen_TK.flatten().sort(stable=True)
         row_E, weight_E = order_E // chosen_TK.shape[1], weight_TK.flatten()[order_E]
         used, counts = (x.tolist() for x in flat_E.unique_consecutive(return_counts=True))
-        # By rising id, so that a row adds up in the same order whoever its neighbours are.
+        # In the order of ids, so that the sum of a row does not depend on the other rows.
         places = zip(used, row_E.split(counts), weight_E.split(counts), strict=True)
         for expert, row_R, weight_R in places:
-            if expert < 0:  # nobody
+            if expert < 0:  # NO_EXPERT
                 continue
             out_RD = self.experts[expert](x_TD.index_select(0, row_R))
             sum_TD.index_add_(0, row_R, out_RD * weight_R.unsqueeze(1))
@@ -123,12 +127,12 @@ class SeparateExperts:
         return sum(x.nbytes for x in self.experts)
 
 
-# ---- on several ranks. `inner` gives fp32 sums, which are rounded when all ranks' are added.
+# ---- on several ranks. `inner` gives fp32 sums, which are rounded after the sum over ranks.
 
 
 @dataclass(slots=True)
 class ReducedExperts:
-    """Every rank has a part of each expert, and of the shared one: one sum over `tp` for all."""
+    """Tensor parallel: every rank has a slice of each expert; one sum over `tp` joins them."""
 
     inner: Experts
     tp: Group
@@ -145,12 +149,12 @@ class ReducedExperts:
 
 @dataclass(slots=True)
 class SpreadExperts:
-    """Every rank has some of the experts, whole: rows go to them and their sums come back."""
+    """Expert parallel: every rank has some whole experts; rows are sent to them and back."""
 
     inner: Experts  # this rank's, numbered from 0
     exchange: ExpertExchange
     num_experts: int  # of all ranks
-    has_shared_part: bool  # the shared expert lies in parts over the exchange's `tp`; else whole
+    has_shared_part: bool  # the shared expert is sliced over the exchange's `tp`; else whole
 
     def __call__(
         self, rows: RoutedRows, shared_TD: Tensor | None, num_rows: int | None = None

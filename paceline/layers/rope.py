@@ -1,4 +1,4 @@
-"""Rotary tables: positions to rotations, for each kind of scaling. Built once per model."""
+"""Rotary tables for each kind of scaling. A table is built once per model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def inverse_frequencies(head_size: int, theta: float) -> Tensor:
 
 
 def llama3_frequencies(freq: Tensor, factor: float, low: float, high: float, old: int) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     wavelength = 2 * math.pi / freq
     blend = (old / wavelength - low) / (high - low)
     smooth = (1 - blend) * freq / factor + blend * freq
@@ -31,9 +31,8 @@ def yarn_frequencies(
     old: int,
     is_truncated: bool,
 ) -> Tensor:
-    """Waves that turn often within `old` positions are kept, others stretched, by a linear ramp.
-
-    `turns`: those that turn more often than the first are kept, those below the second stretched.
+    """`turns` (fast, slow) count full turns within `old` positions. Frequencies with more turns
+    than `fast` are kept, those with fewer than `slow` stretched; between them is a linear ramp.
     """
     head_size = 2 * len(freq)
 

@@ -1,30 +1,26 @@
-"""The vocabulary over tensor-parallel ranks: the embedding table, and what logits of a part mean.
+"""The vocabulary over tensor-parallel ranks: the embedding table, and logits of one rank's part.
 
-Every rank ends up with the same bits. On one rank nothing is exchanged and nothing is copied.
+All ranks get the same bits. On one rank nothing is exchanged and nothing is copied.
 
 Shape letters: T tokens, D hidden, N logits rows, V vocabulary or a part of it, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.errors import ConfigError
-from paceline.kernels import sampling
+from paceline.kernels.table import greedy
 from paceline.parallel.collectives import SOLO, Group
-
-Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShards:
-    """Which ids each rank of a group holds: equal parts in order, the last one what is left."""
+    """Which token ids each rank of a group holds: equal parts in order; the last may be shorter."""
 
     size: int
     group: Group = SOLO
@@ -32,13 +28,13 @@ class VocabShards:
     def __post_init__(self) -> None:
         if self.group.size > 1 and (self.group.size - 1) * self.most >= self.size:
             raise ConfigError(
-                f"a vocabulary of {self.size} tokens does not go round over tensor_parallel_size "
+                f"a vocabulary of {self.size} tokens cannot be divided over tensor_parallel_size "
                 f"{self.group.size}; use fewer ranks."
             )
 
     @property
     def most(self) -> int:
-        """Ids of every rank but perhaps the last."""
+        """The number of ids of every rank but the last."""
         return -(-self.size // self.group.size)
 
     @property
@@ -50,7 +46,7 @@ class VocabShards:
         return min(self.start + self.most, self.size)
 
     def gather(self, local_NV: Tensor) -> Tensor:
-        """The logits of all ids, from those of this rank's."""
+        """The logits of all ids, gathered from all ranks."""
         group, most = self.group, self.most
         if not group.is_active:
             return local_NV
@@ -62,28 +58,28 @@ class VocabShards:
         return torch.cat([*parts_RNV[:-1], parts_RNV[-1, :, :last]], dim=1)
 
     def greedy(self, local_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """`kernels.sampling.greedy` of the whole rows: what travels is one value and id a rank."""
-        token_N, bad_N = _greedy(local_NV.is_cuda)(local_NV)
+        """`greedy` of the whole rows. Each rank sends one value and one id."""
+        token_N, bad_N = greedy(local_NV)
         if not self.group.is_active:
             return token_N, bad_N
         value_N = local_NV.gather(1, token_N.to(torch.int64)[:, None])[:, 0].float()
-        # Unusable for more than having nothing allowed: no other rank's part can mend that.
+        # If this part is invalid for any reason but masking, poison the row with NaN.
         value_N = torch.where(bad_N & value_N.isfinite(), torch.nan, value_N)
         mine_2N = torch.stack((value_N.view(torch.int32), token_N + self.start))
         all_R2N = self.group.all_gather(mine_2N)
         value_RN = all_R2N[:, 0].contiguous().view(torch.float32)
-        # The first of the largest, and NaN is the largest: as in a whole row.
+        # argmax takes NaN for the largest and the first of equals, as in a whole row.
         rank_1N = value_RN.argmax(0, keepdim=True)
         best_N = value_RN.gather(0, rank_1N)[0]
         return all_R2N[:, 1].gather(0, rank_1N)[0], ~best_N.isfinite()
 
 
-WHOLE = VocabShards(0)  # of any size, on one rank
+WHOLE = VocabShards(0)  # one rank holds everything; the size does not matter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """The vectors of tokens, out of the rows that each rank holds."""
+    """Token embeddings. Each rank holds the rows of its ids."""
 
     table_VD: Tensor
     vocab: VocabShards
@@ -95,13 +91,13 @@ class Embedding:
         is_here_T = (token_T >= vocab.start) & (token_T < vocab.stop)
         row_T = torch.where(is_here_T, token_T - vocab.start, 0)
         rows_TD = self.table_VD.index_select(0, row_T)
-        # All ranks but one add zeros: the sum has the table's own bits.
+        # All ranks but one add zeros, so the sum has exactly the bits of the table.
         return vocab.group.all_reduce(rows_TD.masked_fill_(~is_here_T[:, None], 0.0))
 
     def is_same(self, other: Embedding) -> bool:
-        """Whether all of `other`'s ranks see the same rows. Every one of them must ask.
+        """Whether both have equal rows on all of `other`'s ranks. All of them must call this.
 
-        `self` is whole, or cut as `other` is.
+        `self` is whole, or divided as `other` is.
         """
         mine_VD, theirs_VD = self.table_VD, other.table_VD
         if self.vocab.size != other.vocab.size or mine_VD.shape[1] != theirs_VD.shape[1]:
@@ -117,14 +113,5 @@ class Embedding:
 
 
 def all_agree(group: Group, mine: bool, device: torch.device) -> bool:
-    """Whether it is so on every rank. Reads the device; for loading only."""
+    """Whether `mine` is true on every rank. Waits for the device: for loading only."""
     return bool(group.all_gather(torch.tensor([mine], device=device)).all())
-
-
-@cache
-def _greedy(is_cuda: bool) -> Greedy:
-    if not is_cuda:
-        return sampling.greedy
-    from paceline.kernels import sampling_triton
-
-    return sampling_triton.greedy

@@ -1,7 +1,7 @@
-"""Checkpoints in fp8 with a scale per block of a matrix, read as the numbers that they stand for.
+"""Checkpoints in fp8 with one scale per block of a matrix, dequantised when they are read.
 
-DeepSeek's format: `x.weight` in float8_e4m3fn and `x.weight_scale_inv`, whose entries scale blocks
-of so many rows and columns. Never computes in fp8.
+DeepSeek's format: `x.weight` in float8_e4m3fn, and `x.weight_scale_inv` with one scale for each
+block of `size` rows and columns. Nothing is computed in fp8.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALE = "_scale_inv"
 
 @dataclass(slots=True)
 class BlockFp8Weights:
-    """Dequantises a tensor when it is loaded; all else is the checkpoint's own."""
+    """Dequantises tensors that have scales; others are passed through."""
 
     source: Weights
     size: tuple[int, int]
@@ -40,7 +40,7 @@ class BlockFp8Weights:
             return value
         scale = self.source.load(name + _SCALE).float()
         shape = self.source.shape(name)
-        sizes = (1,) * (len(shape) - 2) + self.size  # of fused experts each has its own
+        sizes = (1,) * (len(shape) - 2) + self.size  # fused experts: each has its own blocks
         wanted = tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
         if tuple(scale.shape) != wanted:
             raise CheckpointError(

@@ -1,18 +1,19 @@
-"""The common decoder body: Llama and its relatives, one rank of it, over a varlen batch.
+"""The decoder of all families: layers over a residual stream, for a varlen batch.
 
-Computes; never loads (models/loading) and never looks at requests.
+Computes one rank's part; models/loading builds it. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
-from paceline.kernels.dispatch import Kernels
-from paceline.kernels.rope import HeadNorms
+from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.table import Kernels
 from paceline.layers.attention import Attention, ForwardInputs, GroupedAttention
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMlp, Mlp
@@ -23,16 +24,16 @@ from paceline.state.pages import LayerPages
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """One block: attention and MLP, each behind its norm."""
+    """Attention and MLP, each behind its norm."""
 
-    input_norm: Tensor | None  # None: the layer reads the residual stream as it is
+    input_norm: Tensor | None  # None: the layer reads its input without a norm
     attention: Attention
     post_norm: Tensor
     mlp: Mlp
 
 
 class DenseLayer(NamedTuple):
-    """The parts of a block that has grouped attention and one gated MLP: what can be fused."""
+    """A layer of grouped attention and a gated MLP, as its parts: the kind that can be fused."""
 
     input_norm: Tensor | None
     qkv: Linear
@@ -53,13 +54,14 @@ class DenseLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Copies of the residual stream after so many layers, side by side in the order of `ids`."""
+    """Copies of the residual stream for a draft head: id k is the stream after k layers."""
 
     ids: tuple[int, ...]
-    out_TD: Tensor  # [T, len(ids) * D]
+    out_TD: Tensor  # [T, len(ids) * D]: the copies side by side in the order of `ids`
 
     def take(self, num_layers: int, residual_TD: Tensor) -> None:
-        """Copies the stream if somebody wants it here. `ids` are known before any capture."""
+        """Copy the stream after `num_layers` layers, if it is a tap. `ids` are fixed before a CUDA
+        graph is captured."""
         if num_layers in self.ids:
             width = residual_TD.shape[1]
             at = self.ids.index(num_layers) * width
@@ -67,36 +69,37 @@ class Taps:
 
 
 class Stream(NamedTuple):
-    """The residual stream, and what the last layer adds to it: of all entries, or of those that
-    `ForwardInputs.wanted` names."""
+    """The residual stream before the last MLP's output is added, and that output. Of all entries,
+    or only of `ForwardInputs.wanted`."""
 
     residual_TD: Tensor
     delta_TD: Tensor
 
 
-class FusedLayers(Protocol):
-    """All layers of a stack as one call: `LayerStack._run_layers`, on the CPU to the bit."""
+class LayerPass(NamedTuple):
+    """The input of all layers of a stack."""
 
-    def __call__(
-        self,
-        residual_TD: Tensor,
-        rotation_TH: Tensor,
-        inputs: ForwardInputs,
-        pages: list[LayerPages],
-        unnormed_TD: Tensor | None = None,
-        taps: Taps | None = None,
-    ) -> Stream: ...
+    residual_TD: Tensor
+    rotation_TH: Tensor  # complex64: the rotations of the step's positions
+    inputs: ForwardInputs
+    pages: list[LayerPages]
+    unnormed_TD: Tensor | None = None
+    taps: Taps | None = None
+
+
+# All layers of a stack in one call. On the CPU it gives the same bits as `_run_layers`.
+FusedLayers = Callable[[LayerPass], Stream]
 
 
 @dataclass(slots=True, kw_only=True)
 class LayerStack:
-    """Decoder layers over a residual stream: what a causal LM and a draft head have in common."""
+    """Decoder layers over a residual stream, of a causal LM or of a draft head."""
 
     spec: ModelSpec
     layers: list[DecoderLayer]
     rotation: Tensor  # complex64 [max_model_len, head_size / 2]
     kernels: Kernels
-    fused: FusedLayers | None = None  # the loop of `_run_layers` in one call, where there is one
+    fused: FusedLayers | None = None  # replaces `_run_layers` if there is one
 
     def run(
         self,
@@ -106,40 +109,33 @@ class LayerStack:
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Stream:
-        """The residual is updated in place, until a last layer leaves entries out.
+        """`residual_TD` is updated in place, unless the last layer computes only wanted entries.
 
-        `unnormed_TD` is what a first layer without a norm reads, in the type of activations: the
-        residual, or what stands in its place (EAGLE-3). `taps` get the stream between layers; its
-        two ends are the caller's.
+        `unnormed_TD` is the input of a first layer without a norm, in the type of activations: the
+        residual, or for EAGLE-3 another tensor. `taps` get the stream between layers; the caller
+        copies the stream before the first and after the last layer.
         """
         self._prepare(inputs.attention, len(residual_TD))
         if inputs.wanted is not None:
             self._prepare(inputs.wanted.attention, len(inputs.wanted.entry_N))
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
-        if self.fused is not None:
-            return self.fused(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
-        return self._run_layers(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps)
+        run = self.fused or self._run_layers
+        return run(LayerPass(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps))
 
     def _prepare(self, batch: AttentionBatch, num_entries: int) -> None:
         batch.window = self.spec.sliding_window
-        if self.kernels.prepare_attention is not None and self.spec.mla is None:
+        if self.kernels.prepare_attention is not None and self.spec.attention.latent_size is None:
             self.kernels.prepare_attention(batch, num_entries, self.spec.num_kv_heads)
 
-    def _run_layers(
-        self,
-        residual_TD: Tensor,
-        rotation_TH: Tensor,
-        inputs: ForwardInputs,
-        pages: list[LayerPages],
-        x_TD: Tensor | None = None,
-        taps: Taps | None = None,
-    ) -> Stream:
+    def _run_layers(self, given: LayerPass) -> Stream:
+        residual_TD, rotation_TH, inputs, pages, x_TD, taps = given
         eps = self.spec.norm_eps
         rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
         delta_TD: Tensor | None = None
         for i, (layer, kv) in enumerate(zip(self.layers, pages, strict=True)):
+            inputs.check_wanted()
             if delta_TD is not None:
-                assert layer.input_norm is not None, "only a first layer goes without a norm"
+                assert layer.input_norm is not None, "only the first layer may lack a norm"
                 x_TD = add_rms_norm(residual_TD, delta_TD, layer.input_norm, eps)
                 if taps is not None:
                     taps.take(i, residual_TD)
@@ -155,32 +151,28 @@ class LayerStack:
         assert delta_TD is not None
         return Stream(residual_TD, delta_TD)
 
-    @property
-    def layer_bytes(self) -> int:
-        return sum(x.attention.nbytes + x.mlp.nbytes for x in self.layers)
-
 
 @dataclass(slots=True, kw_only=True)
 class Decoder(LayerStack):
-    """A whole causal LM: tokens in, final hidden states out; logits on request."""
+    """A whole causal LM: tokens in, final hidden states out; `logits` is a separate call."""
 
     embedding: Embedding
     final_norm: Tensor
     lm_head: Linear
-    vocab: VocabShards  # what the lm_head has of it
+    vocab: VocabShards  # the part that this rank's lm_head covers
 
     def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
-        """Hidden states after the final norm, of `inputs.wanted` or [T, D]; KV of every token lands
-        in its page slot."""
+        """Hidden states after the final norm, of all entries or of `inputs.wanted`. Writes the KV
+        of every token to its page slot."""
         return self._forward(inputs, pages, None)
 
     def forward_with_features(
         self, inputs: ForwardInputs, pages: list[LayerPages], tap_ids: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states, and what a draft head reads of them: themselves, or the taps it names,
-        which are of all entries.
+        """Hidden states, and the features for a draft head: the hidden states themselves, or with
+        `tap_ids` the taps of all entries, side by side.
 
-        Tap k is the residual stream after k layers, before any norm; taps lie side by side.
+        Tap k is the residual stream after k layers, before any norm.
         """
         if not tap_ids:
             hidden_TD = self._forward(inputs, pages, None)
@@ -202,9 +194,10 @@ class Decoder(LayerStack):
         return hidden_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """fp32 logits [N, V] of the rows that sample, V this rank's part of the vocabulary."""
+        """fp32 logits [N, V]; V is this rank's part of the vocabulary."""
         return self.lm_head(hidden_ND).float()
 
     @property
     def nbytes(self) -> int:
-        return self.layer_bytes + self.embedding.nbytes + self.lm_head.nbytes
+        layers = sum(x.attention.nbytes + x.mlp.nbytes for x in self.layers)
+        return layers + self.embedding.nbytes + self.lm_head.nbytes

@@ -1,6 +1,6 @@
-"""A decoder's layers as one call: of machine code on the CPU, of fused kernels on CUDA.
+"""All layers of a decoder in one call: numba machine code on the CPU, fused kernels on CUDA.
 
-Holds addresses only; the decoder holds the tensors.
+Holds addresses; the decoder's layers keep the tensors alive.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.kernels.dispatch import REFERENCE, Kernels, has_numba
-from paceline.kernels.matmul import PanelWeight
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels.panels.reference import PanelWeight
+from paceline.kernels.table import REFERENCE, Kernels, has_numba
 from paceline.layers.linear import CudaLinear, PanelLinear
-from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, Stream, Taps
+from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, LayerPass, Stream
 from paceline.models.fused_cuda import CudaLayers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 
 if TYPE_CHECKING:
-    from paceline.kernels.numba_layers import Step
+    from paceline.kernels.vector.layers import Step
 
 
 def fuse_layers(
     spec: ModelSpec, layers: list[DecoderLayer], kernels: Kernels, device: torch.device
 ) -> FusedLayers | None:
-    """None where some layer has a part that only torch computes."""
+    """None if the layers are of several shapes, or if a layer has a part without a fused kernel."""
     dense = [d for layer in layers if (d := DenseLayer.of(layer)) is not None]
-    if len(dense) < len(layers):
+    if len(dense) < len(layers) or any(x.attention != spec.attention for x in spec.layers):
         return None
     linears = [x for y in dense for x in (y.qkv, y.o, y.gate_up, y.down)]
     if all(isinstance(x, CudaLinear) for x in linears):
@@ -42,7 +41,7 @@ def fuse_layers(
             return None
         parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
         panels = tuple(x.weight for x in parts if isinstance(x, PanelLinear))
-        # Padded outputs would move the rows of the next kernel apart.
+        # Padded outputs would change the row stride of the next kernel's input.
         if len(panels) < len(parts) or any(x.width != x.num_outputs for x in panels):
             return None
         weights.append(panels)
@@ -50,7 +49,7 @@ def fuse_layers(
 
 
 class _NumbaLayers:
-    """See kernels/numba_layers."""
+    """See kernels/vector/layers."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class _NumbaLayers:
         layers: list[DenseLayer],
         weights: list[tuple[PanelWeight, ...]],
     ) -> None:
-        from paceline.kernels import numba_layers
+        from paceline.kernels.vector import layers as numba_layers
 
         numba_layers.compile_ahead()
         self._kernels = numba_layers
@@ -74,36 +73,33 @@ class _NumbaLayers:
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             hidden=spec.hidden_size,
-            inner=spec.intermediate_size,
+            inner=weights[0][3].num_inputs,
             eps=spec.norm_eps,
         )
         self._pages: list[LayerPages] = []
         self._page_table = numba_layers.page_table([])
 
-    def __call__(
-        self,
-        residual_TD: Tensor,
-        rotation_TH: Tensor,
-        inputs: ForwardInputs,
-        pages: list[LayerPages],
-        unnormed_TD: Tensor | None = None,
-        taps: Taps | None = None,
-    ) -> Stream:
-        assert unnormed_TD is None, "no layer here goes without a norm"
-        assert inputs.wanted is None, "all outputs come out of one call"
+    def __call__(self, given: LayerPass) -> Stream:
+        residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps = given
+        assert unnormed_TD is None, "every layer here has a norm"
+        assert inputs.wanted is None, "the fused call computes all entries"
         if pages is not self._pages:
             self._pages = pages
             kv = [(x.key_NSH, x.value_NSH) for x in pages]
             self._page_table = self._kernels.page_table(kv)
-        step = self._kernels.Step(residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention)
+        step = self._kernels.Step(
+            residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention, inputs.unwanted
+        )
         head_bytes, first = 4 * pages[0].key_NSH.stride(0), 0
-        # The stream between two layers is seen where one call ends and the next begins.
+        # A tap ends one call and begins the next: between calls the stream can be copied.
         if taps is not None:
             for stop in sorted(x for x in taps.ids if 0 < x < len(pages)):
                 residual_TD.add_(self._run(first, stop, head_bytes, step))
                 taps.take(stop, residual_TD)
                 first = stop
-        return Stream(residual_TD, self._run(first, len(pages), head_bytes, step))
+        delta_TD = self._run(first, len(pages), head_bytes, step)
+        inputs.check_wanted()
+        return Stream(residual_TD, delta_TD)
 
     def _run(self, first: int, stop: int, head_bytes: int, step: Step) -> Tensor:
         table, pages = self._layers[first:stop], self._page_table[first:stop]

@@ -1,69 +1,40 @@
-"""A decoder's layers on CUDA: per layer four products with their neighbours fused, and attention.
+"""A decoder's layers on CUDA: attention, and four matrix products with fused neighbours.
 
-Decides by row count and table who multiplies; the arithmetic is kernels/gemv's and dispatch's.
+Chooses our kernels or cuBLAS for each product, by row count and a table of measured tiles.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.kernels import gemv
-from paceline.kernels.dispatch import Kernels
-from paceline.kernels.gemv import HeadPlaces, NormedRows, Product
-from paceline.kernels.gemv_table import Tile, pick_tile
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels import table
+from paceline.kernels.linear.reference import HeadPlaces, NormedRows
+from paceline.kernels.linear.tiles import Tile, pick_tile
+from paceline.kernels.table import Kernels
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DenseLayer, Stream, Taps
+from paceline.models.decoder import DenseLayer, LayerPass, Stream
 from paceline.models.spec import ModelSpec
-from paceline.state.pages import LayerPages
 
 
-class Products(Protocol):
-    """kernels/gemv or its Triton twin."""
+class _Products:
+    """The products of a device, picked once."""
 
-    def scale_rows(
-        self, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Tensor
-    ) -> NormedRows: ...
-
-    def linear(
-        self,
-        x_TK: Tensor,
-        product: Product,
-        out_dtype: torch.dtype | None = None,
-        tile: Tile | None = None,
-    ) -> Tensor: ...
-
-    def norm_linear(
-        self, rows: NormedRows, product: Product, tile: Tile | None = None
-    ) -> Tensor: ...
-
-    def norm_linear_silu(
-        self, rows: NormedRows, product: Product, tile: Tile | None = None
-    ) -> Tensor: ...
-
-    def linear_silu(self, x_TK: Tensor, product: Product) -> Tensor: ...
-
-    def norm_linear_heads(
-        self, rows: NormedRows, product: Product, places: HeadPlaces, tile: Tile | None = None
-    ) -> Tensor: ...
-
-    def linear_add(
-        self,
-        x_TK: Tensor,
-        product: Product,
-        residual_TD: Tensor,
-        norm_weight_D: Tensor | None = None,
-        eps: float = 0.0,
-        tile: Tile | None = None,
-    ) -> NormedRows | None: ...
+    def __init__(self, device: torch.device) -> None:
+        self.scale_rows = table.scale_rows.on(device)
+        self.linear = table.linear.on(device)
+        self.norm_linear = table.norm_linear.on(device)
+        self.norm_linear_silu = table.norm_linear_silu.on(device)
+        self.linear_silu = table.linear_silu.on(device)
+        self.norm_linear_heads = table.norm_linear_heads.on(device)
+        self.linear_add = table.linear_add.on(device)
 
 
 class Tiles(NamedTuple):
-    """How the products of a layer are cut at some row count; None: torch's product."""
+    """The tile of each product at some row count; None: torch multiplies."""
 
     qkv: Tile | None
     o: Tile | None
@@ -80,35 +51,26 @@ class _Weights(NamedTuple):
 
 
 class CudaLayers:
-    """`FusedLayers` for linears that are all `CudaLinear`; may be captured."""
+    """`FusedLayers` for linears that are all `CudaLinear`; a CUDA graph can capture it."""
 
     def __init__(
         self,
         spec: ModelSpec,
         layers: list[DenseLayer],
         kernels: Kernels,
-        products: Products | None = None,
     ) -> None:
         self._eps = spec.norm_eps
         self._scale = spec.head_size**-0.5
         self._layers = layers
         self._weights = [_weights_of(x) for x in layers]
-        # The last layer hands its share over, and the caller's norm follows.
+        # The last layer's output is returned: the caller adds and norms it.
         self._next_norms = [*(x.input_norm for x in layers[1:]), None]
         self._kernels = kernels
-        weight = self._weights[0].qkv.weight
-        self._products = products or _products_on(weight.device)
+        self._products = _Products(self._weights[0].qkv.weight.device)
         self._tiles = cache(self._choose)
 
-    def __call__(
-        self,
-        residual_TD: Tensor,
-        rotation_TH: Tensor,
-        inputs: ForwardInputs,
-        pages: list[LayerPages],
-        unnormed_TD: Tensor | None = None,
-        taps: Taps | None = None,
-    ) -> Stream:
+    def __call__(self, given: LayerPass) -> Stream:
+        residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps = given
         tiles = self._tiles(len(residual_TD))
         slot_T, batch = inputs.page_slot_T, inputs.attention
         rows = self._open(residual_TD, unnormed_TD, tiles)
@@ -174,7 +136,7 @@ class CudaLayers:
         norm_D: Tensor,
         next_tile: Tile | None,
     ) -> NormedRows:
-        """residual += product; what the next product reads, in the form that it wants."""
+        """residual += product. Returns the next product's input, in the form its kernel needs."""
         x_TK, linear, tile = step
         if tile is None:
             delta_TD = linear.multiply(x_TK)
@@ -204,12 +166,3 @@ def _weights_of(layer: DenseLayer) -> _Weights:
     linears = [layer.qkv, layer.o, layer.gate_up, layer.down]
     qkv, o, gate_up, down = (x for x in linears if isinstance(x, CudaLinear))
     return _Weights(qkv, o, layer.post_norm, gate_up, down)
-
-
-def _products_on(device: torch.device) -> Products:
-    if device.type != "cuda":
-        return gemv
-    from paceline.kernels import gemv_triton
-
-    gemv_triton.tickets(device)  # before any graph is captured
-    return gemv_triton

@@ -1,6 +1,6 @@
-"""Positions of slots -> the varlen batch that a forward takes. Shared by target and drafts.
+"""Builds the varlen batch of a forward from positions of slots, for target and draft models.
 
-CPU only: reads slot state through numpy views, which is no sync where the device is a thread.
+CPU only: it runs on the worker thread and reads slot state through numpy views.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionBatch
+from paceline.kernels.attention.reference import AttentionBatch
 from paceline.layers.attention import ForwardInputs
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages, Pages
@@ -20,7 +20,7 @@ from paceline.step import Ints, Longs
 def add_pages(pages: Pages, spec: ModelSpec, dtype: torch.dtype) -> list[LayerPages]:
     """Storage for the layers of one model."""
     shape = (spec.num_layers, spec.num_kv_heads, spec.head_size)
-    return pages.add_layers(*shape, dtype, spec.latent_size)
+    return pages.add_layers(*shape, dtype, spec.attention.latent_size)
 
 
 def lay_out(
@@ -34,17 +34,17 @@ def lay_out(
     drafts: Ints | None = None,
     shift: int = 0,
 ) -> ForwardInputs:
-    """The varlen batch of positions start..start + count of each slot, then its drafts.
+    """Positions start … start + count - 1 of each slot, then its drafts.
 
-    Drafts of a row come first in it; -1 fills the rest. With `shift` each entry holds the token
-    that many positions further on.
+    A row of `drafts` is filled from the left; -1 stands for no draft. With `shift` each entry holds
+    the token `shift` positions further on.
     """
     query_len_B = count_B
     if drafts is not None:
         query_len_B = count_B + (drafts >= 0).sum(axis=1)
     row_start = np.zeros(len(slot_B) + 1, np.int64)
     np.cumsum(query_len_B, out=row_start[1:])
-    # Position of a token = its index in T + what its row begins at.
+    # A token's position is its index in T plus an offset per row.
     position_T = np.arange(row_start[-1]) + np.repeat(start_B - row_start[:-1], query_len_B)
     slot_T = np.repeat(slot_B, query_len_B)
     token_T = slots.tokens_SL.numpy()[slot_T, position_T + shift]
@@ -67,7 +67,7 @@ def lay_out_one_each(
     token_B: Tensor,
     group_size: int,
 ) -> ForwardInputs:
-    """One given token per slot. At max_model_len and beyond, it writes no KV."""
+    """One given token per slot. At max_model_len and beyond no KV is written."""
     clamped_B = np.minimum(position_B, slots.max_model_len - 1)
     page_slot_B = _page_slots(pages, slot_B, clamped_B)
     page_slot_B[position_B > clamped_B] = -1

@@ -1,6 +1,6 @@
-"""Opens the weights of a checkpoint, tensor by tensor, under their Hugging Face names, on the CPU.
+"""Opens the weight files of a checkpoint: safetensors, PyTorch and GGUF. Tensors are on the CPU.
 
-Never decides where a tensor goes or in what dtype it computes; that is the model builder's.
+models/reader decides in which format a tensor is kept.
 """
 
 from __future__ import annotations
@@ -18,36 +18,22 @@ from paceline.checkpoint.gguf_weights import GgufWeights
 from paceline.checkpoint.source import ModelFiles
 from paceline.errors import CheckpointError, nearest
 from paceline.models.block_fp8 import BlockFp8Weights
+from paceline.models.config_json import fp8_block_size
 from paceline.models.sharding import Cut
-from paceline.models.spec import fp8_block_size
+from paceline.models.weight_source import WeightSource
 
 T = TypeVar("T")
 _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Weights(Protocol):
-    """Tensors by name. `load` gives what is stored; quantised tensors come out as float32.
-
-    With a `cut` only its bytes are read, where the file's layout allows it.
-    """
-
-    def names(self) -> set[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def load(self, name: str, cut: Cut | None = None) -> torch.Tensor: ...
-
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, torch.Tensor] | None:
-        """A quantised tensor as stored: its type and its rows of bytes.
-
-        None for plain numbers, and for a cut that goes through blocks.
-        """
+class Weights(WeightSource, Protocol):
+    """The tensors of opened files."""
 
     def close(self) -> None: ...
 
 
 def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
-    """Open what `locate` found. `load_format` was honoured there; dummy weights have no files."""
+    """Open what `locate` found with this `load_format`. Dummy weights have no files."""
     if load_format == "dummy" or not files.weight_files:
         raise CheckpointError(
             f"{files.name} was located without weights (load format {load_format!r}), so there are "
@@ -62,7 +48,7 @@ def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
 
 
 class _SafetensorsWeights:
-    """Memory-mapped: a tensor's pages are read when it is used."""
+    """Memory-mapped: a tensor is read from disk when it is used."""
 
     def __init__(self, paths: list[Path]) -> None:
         # The package's own types are incomplete.
@@ -142,7 +128,7 @@ def _load_pickle(path: Path) -> Any:
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
-            # Files from before torch 1.6 are no zip archives and cannot be mapped.
+            # Files written before torch 1.6 are not zip archives and cannot be mapped.
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -188,7 +174,7 @@ class _TorchGguf:
         return None if raw is None else (kind, torch.from_numpy(raw.copy()))
 
     def _raw(self, name: str, cut: Cut | None) -> npt.NDArray[np.uint8] | None:
-        """The stored bytes; None: the cut goes through blocks, or through no matrix."""
+        """The stored bytes; None if the tensor is not a matrix or the cut divides a block."""
         if cut is None:
             return self._weights.raw(name)
         if len(self.shape(name)) != 2:
@@ -203,7 +189,7 @@ class _TorchGguf:
         return np.concatenate(parts, axis=1)
 
     def close(self) -> None:
-        pass  # the mapping goes with the last array that looks at it
+        pass  # the file is unmapped when its last array is freed
 
 
 def _lookup(table: dict[str, T], name: str, where: str) -> T:

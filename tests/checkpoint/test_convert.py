@@ -162,7 +162,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     convert_gguf(path, tmp_path / "empty")
     with pytest.raises(CheckpointError, match="not an empty folder"):
         convert_gguf(path, tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         convert_gguf(tmp_path / "missing.gguf", tmp_path / "new")
     with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
         convert_gguf(path, tmp_path / "new", "bfloat")

@@ -57,7 +57,7 @@ def hub() -> Iterator[FakeHub]:
 
 
 def locate(hub: FakeHub, home: Path, model: str = "tiny/model", **options: Any) -> dict[str, Any]:
-    """`locate` in a process of its own. Options in capitals are environment variables."""
+    """`locate` in a separate process. Options in capitals are environment variables."""
     environment = {k: str(v) for k, v in options.items() if k.isupper()}
     arguments = {k: v for k, v in options.items() if not k.isupper()}
     return locate_each(hub, home, [arguments], model, **environment)[0]

@@ -56,7 +56,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_an_index_cannot_point_out_of_its_folder(folder: Path, shard: str) -> None:
     index = {"weight_map": {"a": shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="no file name"):
+    with pytest.raises(CheckpointError, match="not a file name"):
         locate(str(folder))
 
 
@@ -129,7 +129,7 @@ def test_a_gguf_beside_a_checkpoint_is_taken_only_when_asked_for(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["no/such/folder/here", "./missing", "missing.gguf", "a b/c"])
 def test_a_path_that_is_not_there_is_not_taken_for_a_hub_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match="is no file or folder here"):
+    with pytest.raises(CheckpointError, match="is not a file or folder"):
         locate(name)
 
 

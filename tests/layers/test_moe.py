@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from paceline.kernels.activation import silu_and_mul
-from paceline.kernels.experts import ExpertWeights, apply_experts
-from paceline.kernels.routing import Routing, route
+from paceline.kernels.elementwise.reference import silu_and_mul
+from paceline.kernels.experts.reference import ExpertWeights, Routing, apply_experts, route
 from paceline.layers.linear import DenseLinear
 from paceline.layers.mlp import GatedMlp
 from paceline.layers.moe import Experts, MoeMlp, Router, SeparateExperts, StackedExperts
-from paceline.parallel.expert_exchange import NOBODY, RoutedRows
+from paceline.parallel.expert_exchange import NO_EXPERT, RoutedRows
 
 EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 12, 8
 NAN = float("nan")
@@ -57,26 +56,26 @@ def test_every_row_gets_the_sum_of_its_experts_and_the_shared_one(kind: str) -> 
 
 @pytest.mark.trap("I9")
 @pytest.mark.parametrize("kind", ["stacked", "separate"])
-def test_nobody_computes_nothing_whatever_the_row_and_its_weight_are(kind: str) -> None:
+def test_no_expert_adds_nothing_for_any_row_and_weight(kind: str) -> None:
     x_TD, shared_TD = rows(4), rows(4).flip(0)
     chosen_TK, weight_TK = route(torch.randn(4, EXPERTS), None, Routing(CHOSEN))
     whole = experts(kind)(RoutedRows(x_TD, chosen_TK, weight_TK), shared_TD)
     first_TK = chosen_TK.clone()
-    first_TK[:, 1] = NOBODY
-    second_TK = torch.where(first_TK < 0, chosen_TK, NOBODY)
+    first_TK[:, 1] = NO_EXPERT
+    second_TK = torch.where(first_TK < 0, chosen_TK, NO_EXPERT)
     halves = [
         experts(kind)(RoutedRows(x_TD, x, torch.where(x < 0, NAN, weight_TK)), None)
         for x in (first_TK, second_TK)
     ]
     torch.testing.assert_close(halves[0] + halves[1] + shared_TD, whole)
-    poisoned = RoutedRows(x_TD.fill_(NAN), first_TK.fill_(NOBODY), weight_TK.fill_(NAN))
+    poisoned = RoutedRows(x_TD.fill_(NAN), first_TK.fill_(NO_EXPERT), weight_TK.fill_(NAN))
     assert torch.equal(experts(kind)(poisoned, shared_TD), shared_TD)
     assert experts(kind)(RoutedRows(*(x[:0] for x in poisoned)), None).shape == (0, WIDTH)
 
 
 @pytest.mark.trap("I9")
 @pytest.mark.parametrize("kind", ["stacked", "separate"])
-def test_a_row_of_nan_takes_valid_experts_and_touches_nobody(kind: str) -> None:
+def test_a_row_of_nan_takes_valid_experts_and_changes_no_other_row(kind: str) -> None:
     random = torch.Generator().manual_seed(3)
     weight_EH = torch.randn(EXPERTS, WIDTH, generator=random)
     router = Router(DenseLinear(weight_EH, None), None, Routing(CHOSEN), route)

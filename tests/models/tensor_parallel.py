@@ -23,32 +23,29 @@ from paceline.drafters.autoregressive import (
     FeatureHead,
 )
 from paceline.drafters.base import DraftPass
-from paceline.kernels.sampling import greedy
+from paceline.kernels.rows import WindowRows
+from paceline.kernels.sampling.reference import greedy
 from paceline.kernels.step_rows import StepRows
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import exact_linear
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import HeadModel
-from paceline.models.head_loading import load_eagle, load_eagle3
-from paceline.models.head_spec import read_eagle3_spec, read_eagle_spec, read_mtp_spec
+from paceline.models.families import read_spec
+from paceline.models.heads.base import HeadModel
 from paceline.models.layout import add_pages, lay_out, lay_out_one_each
-from paceline.models.loading import WeightFormats, load_decoder
-from paceline.models.mtp_loading import load_mtp
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
 from paceline.parallel.groups import Groups
 from paceline.parallel.placement import Layout
-from paceline.runner.inputs import StepInputs
-from paceline.runner.prompt_logprobs import prompt_logprobs
-from paceline.sampling.fixed import verify as fixed_verify
-from paceline.sampling.verify import AcceptRules, Tail
-from paceline.sampling.verify import verify as varlen_verify
-from paceline.sampling.window import Window
+from paceline.runner.prompt_logprobs import PromptScores, score_prompts
+from paceline.sampling.verify import SamplingMode, verify
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
+from paceline.step import StepPlan
 from tests.eagle import random_head, save_head
 from tests.eagle3 import random_eagle3, save_eagle3
+from tests.heads import read_head
 from tests.mtp import random_mtp, save_mtp
 from tests.parallel.ranks import open_checked
 from tests.tiny import save_noisy_draft, save_tiny
@@ -127,15 +124,10 @@ def load_head(path: Path, target: Decoder, whole: Any, groups: Groups) -> Any:
     weights = open_weights(files)
     given = (weights, EXACT, target)
     try:
-        if name.startswith("mtp"):
-            spec = read_mtp_spec(name, files.config, whole)
-            return load_mtp(name, spec, *given, groups=groups)
-        if name.startswith("eagle3"):
-            head = read_eagle3_spec(name, files.config, whole)
-            return load_eagle3(name, head, *given, max_model_len=64, groups=groups)
-        if name.startswith("eagle"):
-            spec = read_eagle_spec(files.config)
-            return load_eagle(name, spec, *given, max_model_len=64, groups=groups)
+        for method in ("mtp", "eagle3", "eagle"):
+            if name.startswith(method):
+                head = read_head(method, name, files.config, whole)
+                return head.load(*given, groups)
         return load_decoder(
             read_spec(files.config), weights, EXACT, max_model_len=64, groups=groups
         )
@@ -151,7 +143,7 @@ def _state() -> tuple[Slots, Pages]:
     token_T = torch.randint(3, 90, (LENGTH,), generator=generator)
     slots.tokens_SL[1, :LENGTH] = token_T.int()
     slots.temperature_S[1], slots.seed_S2[1] = 0.9, torch.tensor([3, 7])
-    slots.prompt_len_S[1], slots.num_prompt_logprobs_S[1] = LENGTH, 3
+    slots.prompt_len_S[1] = LENGTH
     return slots, pages
 
 
@@ -204,10 +196,10 @@ def of_model(model: Decoder) -> dict[str, Any]:
         hidden.append(model.forward(inputs, layers))
     hidden_TD = torch.cat(hidden)
     logits_TV = model.logits(hidden_TD)
-    asked = SimpleNamespace(
-        slot_B=row, row_B=row, start_B=np.array([0]), query_len_B=np.array([LENGTH])
-    )
-    (scores,) = prompt_logprobs(model, slots, cast(StepInputs, asked), hidden_TD)
+    rows = SimpleNamespace(row_start_B=torch.tensor([0]), plan_row_B=None)
+    plan = SimpleNamespace(query_len_B=[LENGTH], length_bound_B=[LENGTH])
+    asked = PromptScores(slots.tokens_SL[1].numpy(), LENGTH - 1, 3)
+    (scores,) = score_prompts(model, cast(StepPlan, plan), [asked], cast(StepRows, rows), hidden_TD)
     return {
         "logits": model.vocab.gather(logits_TV),
         "tokens": model.vocab.greedy(logits_TV)[0],
@@ -221,31 +213,17 @@ def of_model(model: Decoder) -> dict[str, Any]:
 
 
 def of_verification(vocab: VocabShards, logits_TV: Tensor, slots: Slots) -> dict[str, list[Any]]:
-    """What a window emits under every tail and in both layouts; the first drafts are right."""
+    """What a window emits in every mode; the first drafts are right."""
     last_NV = logits_TV[-DRAFTS - 1 :]
     draft_BK = vocab.greedy(last_NV[:-1])[0][None].clone()
     draft_BK[0, -1] = 0
     slots.max_len_S[1] = 64
     row, width, length = torch.tensor([1]), torch.tensor([DRAFTS + 1]), torch.tensor([LENGTH])
-    window = Window.packed(row, width, draft_BK, length.int())
-    fixed = SimpleNamespace(
-        batch=SimpleNamespace(slot_B=row.int()),
-        width_B=width.int(),
-        num_tokens_B=length.int(),
-        draft_BK=draft_BK,
-    )
+    windows = WindowRows.packed(row, width, draft_BK, length)
     found = {}
-    for tail in Tail:
-        accepted = varlen_verify(
-            *(last_NV.clone(), window, slots),
-            tail=tail,
-            rules=AcceptRules(),
-            custom=None,
-            late_bits_NV=None,
-            vocab=vocab,
-        )
-        verdicts = fixed_verify(last_NV, cast(StepRows, fixed), slots, tail=tail, vocab=vocab)
-        found[tail.name] = [accepted.token_BW.tolist(), verdicts.token_N.tolist()]
+    for mode in SamplingMode:
+        verdicts = verify(last_NV.clone(), windows, slots, mode=mode, vocab=vocab)
+        found[mode.name] = verdicts.token_N.tolist()
     return found
 
 

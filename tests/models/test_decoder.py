@@ -15,9 +15,11 @@ from paceline.errors import CheckpointError
 from paceline.layers.linear import dense
 from paceline.layers.rope import inverse_frequencies
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import add_pages, lay_out
-from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.weight_source import DummyWeights
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots

@@ -17,17 +17,18 @@ from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
 from paceline.layers.linear import cuda_linear, exact_linear
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import Eagle3Model
-from paceline.models.head_loading import eagle3_shapes, load_eagle3
-from paceline.models.head_spec import TAPS_KEY, read_eagle3_spec
+from paceline.models.families import read_spec
+from paceline.models.heads.eagle3 import TAPS_KEY, Eagle3Model
 from paceline.models.layout import lay_out
-from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.weight_source import DummyWeights
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from tests.eagle import random_head, save_head
 from tests.eagle3 import PlainEagle3, random_eagle3, save_eagle3
+from tests.heads import read_head
 from tests.tiny import VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -54,10 +55,12 @@ def target(folder: Path, reference: Any) -> Decoder:
 
 def load(path: Path, target: Decoder, formats: WeightFormats = EXACT) -> Eagle3Model:
     files = locate(str(path))
-    spec = read_eagle3_spec("head", files.config, target.spec)
+    spec = read_head("eagle3", "head", files.config, target.spec)
     weights = open_weights(files)
     try:
-        return load_eagle3("head", spec, weights, formats, target, max_model_len=64)
+        model = spec.load(weights, formats, target)
+        assert isinstance(model, Eagle3Model)
+        return model
     finally:
         weights.close()
 
@@ -124,10 +127,10 @@ def test_a_head_computes_what_its_definition_says(
     torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
     torch.testing.assert_close(model.logits(found), head.logits(expected), atol=2e-3, rtol=1e-3)
     if head.offset_V is None:
-        assert model.token_of_V is None
+        assert model.draft_to_target_ids is None
     else:
-        assert model.token_of_V is not None
-        assert model.token_of_V.tolist() == [head.token_of(i) for i in range(60)]
+        assert model.draft_to_target_ids is not None
+        assert model.draft_to_target_ids.tolist() == [head.token_of(i) for i in range(60)]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,8 @@ def test_taps_come_from_the_user_the_file_or_the_targets_depth(
     config = {**random_eagle3(reference).config, "draft_vocab_size": 60}
     if listed is not None:
         config |= {TAPS_KEY: listed} if at_top else {"eagle_config": {TAPS_KEY: listed}}
-    assert read_eagle3_spec("head", config, target.spec, asked).tap_ids == expected
+    head = read_head("eagle3", "head", config, target.spec, **{TAPS_KEY: asked})
+    assert head.tap_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_taps_come_from_the_user_the_file_or_the_targets_depth(
         (2, None, r"\[2, 1, -1\].*target's 2; give \"eagle_aux_hidden_state_layer_ids\""),
         (8, [2, 4, 4], r"\[2, 4, 4\] \(listed in its config.json\)"),
         (8, [2, 4, 9], r"\[2, 4, 9\].*the target's 8"),
-        (8, [2, 4.5, 6], r"\[2, 4.5, 6\] \(listed"),  # nobody would ever fill it
+        (8, [2, 4.5, 6], r"\[2, 4.5, 6\] \(listed"),  # no layer has this index
         (8, [True, 4, 6], r"\[True, 4, 6\] \(listed"),
         (8, "2, 4, 6", r"eagle_aux_hidden_state_layer_ids is '2, 4, 6'; a list is needed"),
     ],
@@ -172,8 +176,9 @@ def test_colliding_or_impossible_taps_are_refused_with_the_numbers(
     reference: Any, target: Decoder, num_layers: int, listed: Any, message: str
 ) -> None:
     config = {**random_eagle3(reference).config, "draft_vocab_size": 60, TAPS_KEY: listed}
+    deep = replace(target.spec, layers=target.spec.layers[:1] * num_layers)
     with pytest.raises(CheckpointError, match=message):
-        read_eagle3_spec("head", config, replace(target.spec, num_layers=num_layers))
+        read_head("eagle3", "head", config, deep)
 
 
 def test_what_a_head_does_not_bring_is_the_targets(
@@ -242,8 +247,9 @@ def test_a_head_that_cannot_work_is_refused_with_the_numbers(
     head = random_eagle3(reference, taps=(2, 4, 6))
     message = broken(head, what)
     if what == "target":  # the nested form states it beside the layers
+        config = {**head.config, "draft_vocab_size": 60}
         with pytest.raises(CheckpointError, match=message):
-            read_eagle3_spec("head", {**head.config, "draft_vocab_size": 60}, target.spec)
+            read_head("eagle3", "head", config, target.spec)
         return
     save_eagle3(folder / f"broken-{what}", head, form="nested")
     with pytest.raises(CheckpointError, match=message):
@@ -266,7 +272,7 @@ def test_another_kind_of_speculators_head_is_refused_by_name(
 ) -> None:
     config = {**random_eagle3(reference).config, "speculators_model_type": kind}
     with pytest.raises(CheckpointError, match=f"'{kind}' is not supported; 'eagle3' is"):
-        read_eagle3_spec("head", config, target.spec)
+        read_head("eagle3", "head", config, target.spec)
 
 
 def test_an_eagle_1_head_is_recognised(folder: Path, reference: Any, target: Decoder) -> None:
@@ -319,9 +325,8 @@ def test_a_narrower_head_brings_its_own_embedding(
 
 def test_dummy_weights_need_only_the_config(reference: Any, target: Decoder) -> None:
     config = {**random_eagle3(reference).config, "draft_vocab_size": 60}
-    spec = read_eagle3_spec("dummy", config, target.spec)
-    dummy = DummyWeights(eagle3_shapes(spec, target.spec), 3, CPU)
-    model = load_eagle3("dummy", spec, dummy, EXACT, target, max_model_len=64)
+    spec = read_head("eagle3", "dummy", config, target.spec)
+    model = spec.load(DummyWeights(spec.shapes(target.spec), 3, CPU), EXACT, target)
     found = outputs(model, torch.randn(9, 96), torch.randint(0, VOCAB, (9,)))
     assert model.logits(found).shape == (9, 60)
     assert model.logits(found).isfinite().all()

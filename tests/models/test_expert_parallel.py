@@ -19,16 +19,13 @@ from paceline.checkpoint.source import locate
 from paceline.errors import ConfigError
 from paceline.layers.moe import MoeMlp, ReducedExperts, SpreadExperts, StackedExperts
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import add_pages, lay_out
-from paceline.models.loading import (
-    DummyWeights,
-    WeightFormats,
-    WeightSource,
-    expected_shapes,
-    load_decoder,
-)
+from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.sharding import Cut
-from paceline.models.spec import ModelSpec, read_spec
+from paceline.models.spec import ModelSpec
+from paceline.models.weight_source import DummyWeights, WeightSource
 from paceline.models.weights import open_weights
 from paceline.parallel.collectives import SOLO, Group
 from paceline.parallel.contract import Contract
@@ -222,7 +219,7 @@ def test_every_rank_of_a_layout_calls_the_same_collectives(ran: Ran) -> None:
         kinds = {"SpreadExperts" if is_spread else "ReducedExperts"}
         if not is_spread and case.draft_tp == 1:
             kinds = {"SeparateExperts"}
-            assert not outcomes[0].records, "a draft that is whole talks to nobody"
+            assert not outcomes[0].records, "a draft that is whole on each rank needs no collective"
         assert {k for o in outcomes for k in o.kinds} == kinds, case
 
 

@@ -1,4 +1,4 @@
-"""The fused layers of CUDA give the plain layers' logits, whoever multiplies; here in torch."""
+"""The fused layers of CUDA give the plain layers' logits, with either product; here in torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from paceline.checkpoint.source import locate
-from paceline.kernels.gemv_table import Tile, default_tile
+from paceline.kernels.linear.tiles import Tile, default_tile
 from paceline.layers.linear import CudaLinear, cuda_linear, for_logits
 from paceline.models import fused_cuda
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.fused_cuda import CudaLayers, Tiles
-from paceline.models.loading import WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
 from tests.models.test_decoder import CPU, load, paged_logits
 from tests.tiny import FAMILIES, VOCAB, save_tiny
@@ -78,7 +79,7 @@ def test_a_linear_of_few_rows_equals_one_of_many() -> None:
 
 
 @torch.no_grad()
-def test_logits_are_fp32_whoever_multiplies() -> None:
+def test_logits_are_fp32_with_either_product() -> None:
     head = for_logits(CudaLinear(torch.randn(48, 72).half(), None))
     rows = torch.randn(100, 72).half()
     assert head(rows[:3]).dtype == head(rows).dtype == torch.float32

@@ -15,10 +15,12 @@ from paceline.errors import CheckpointError
 from paceline.layers.moe import MoeMlp
 from paceline.layers.rope import inverse_frequencies, yarn_frequencies
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import add_pages
-from paceline.models.loading import DummyWeights, Reader, expected_shapes, load_decoder, load_layer
+from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.reader import Reader
 from paceline.models.sharding import Cut
-from paceline.models.spec import read_spec
+from paceline.models.weight_source import DummyWeights
 from paceline.state.pages import Pages
 from tests.models.test_decoder import CPU, EXACT, load, paged_logits
 from tests.tiny import LATENT_FAMILIES, VOCAB, save_tiny
@@ -174,13 +176,15 @@ def test_a_layer_behind_the_last_loads_with_experts(
     spec = read_spec(locate(str(tmp_path)).config)
     source = _Tensors({**tensors, **copies})
     read = Reader(source, EXACT)
-    layer = load_layer(spec, read, spec.num_layers, model.kernels)
+    layer = spec.layers[2]
+    attention = layer.attention.load(read, "model.layers.3.", model.kernels)
     x_TD = torch.randn(5, 32)
-    ours, theirs = layer.mlp, model.layers[2].mlp
+    ours = layer.mlp.load(read, "model.layers.3.", model.kernels)
+    theirs = model.layers[2].mlp
     assert isinstance(ours, MoeMlp)
     assert isinstance(theirs, MoeMlp)
     assert torch.equal(ours(x_TD), theirs(x_TD))
-    assert layer.attention.nbytes == model.layers[2].attention.nbytes
+    assert attention.nbytes == model.layers[2].attention.nbytes
 
 
 @torch.no_grad()

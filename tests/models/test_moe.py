@@ -17,9 +17,12 @@ from paceline.errors import CheckpointError
 from paceline.layers.linear import dense, panels_fp32
 from paceline.layers.mlp import GatedMlp
 from paceline.layers.moe import MoeMlp, SeparateExperts, StackedExperts
+from paceline.models.blocks.experts import MoeSpec
 from paceline.models.decoder import Decoder
-from paceline.models.loading import DummyWeights, WeightFormats, expected_shapes, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.families import read_spec
+from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.weight_source import DummyWeights
 from paceline.models.weights import open_weights
 from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
@@ -221,8 +224,8 @@ def test_a_shared_expert_is_stacked_with_the_others_where_shapes_are_fixed(
     save_tiny(tmp_path, family, n_shared_experts=2)
     files = locate(str(tmp_path))
     spec = read_spec(files.config)
-    moe = spec.moe
-    assert moe is not None
+    moe = spec.layers[-1].mlp
+    assert isinstance(moe, MoeSpec)
     assert moe.shared_inner_size == 2 * moe.inner_size
     source = DummyWeights(expected_shapes(spec), 1, CPU) if is_dummy else open_weights(files)
     apart, stacked = (load_decoder(spec, source, x, max_model_len=64) for x in (EXACT, FIXED))

@@ -16,15 +16,16 @@ from paceline.checkpoint.source import locate
 from paceline.errors import CheckpointError
 from paceline.layers.linear import exact_linear
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import MtpModel
-from paceline.models.head_spec import read_mtp_spec
+from paceline.models.families import read_spec
+from paceline.models.heads.mtp import MtpModel
 from paceline.models.layout import add_pages, lay_out
-from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
-from paceline.models.mtp_loading import load_mtp, mtp_shapes
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.weight_source import DummyWeights
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
+from tests.heads import read_head
 from tests.mtp import random_mtp, save_mtp
 from tests.tiny import VOCAB, save_tiny
 
@@ -41,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path) -> tuple[Decoder, MtpModel]:
     files = locate(str(path))
     spec = read_spec(files.config)
-    head = read_mtp_spec(str(path), files.config, spec)
+    head = read_head("mtp", str(path), files.config, spec)
     weights = open_weights(files)
     try:
         target = load_decoder(spec, weights, EXACT, max_model_len=64)
-        return target, load_mtp(str(path), head, weights, EXACT, target)
+        return target, head.load(weights, EXACT, target)
     finally:
         weights.close()
 
@@ -166,7 +167,7 @@ def test_a_second_layer_in_the_files_is_refused_whatever_the_config_says(
     at, behind = "model.layers.2.", "model.layers.3."
     tensors |= {n.replace(at, behind): t.clone() for n, t in tensors.items() if n.startswith(at)}
     save_file(tensors, tmp_path / "x" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"several MTP layers: after '.*2.' comes '.*3.'"):
+    with pytest.raises(CheckpointError, match=r"several MTP layers \('.*2.' and '.*3.'\)"):
         load(tmp_path / "x")
 
 
@@ -187,7 +188,7 @@ def test_a_dropped_or_damaged_layer_is_named(saved: Path, tmp_path: Path) -> Non
         load(tmp_path / "x")
 
 
-def test_a_layer_that_nobody_asks_for_is_not_mentioned(
+def test_an_mtp_layer_that_is_not_used_causes_no_warning(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = locate(str(saved))
@@ -200,11 +201,10 @@ def test_a_layer_that_nobody_asks_for_is_not_mentioned(
 def test_dummy_weights_need_only_the_config(tmp_path: Path, family: str) -> None:
     target = save_tiny(tmp_path, family)
     spec = read_spec(locate(str(tmp_path)).config)
-    head = read_mtp_spec("dummy", {"num_mtp_layers": 1}, spec)
-    assert (head.num_layers, len(target.model.layers)) == (1, spec.num_layers)
+    head = read_head("mtp", "dummy", {"num_mtp_layers": 1}, spec)
+    assert (head.layers.num_layers, len(target.model.layers)) == (1, spec.num_layers)
     weights = open_weights(locate(str(tmp_path)))
     decoder = load_decoder(spec, weights, EXACT, max_model_len=64)
-    dummy = DummyWeights(mtp_shapes(head, spec.num_layers), 3, CPU)
-    model = load_mtp("dummy", head, dummy, EXACT, decoder)
+    model = head.load(DummyWeights(head.shapes(spec), 3, CPU), EXACT, decoder)
     found = outputs(model, torch.randn(9, 32), torch.randint(0, VOCAB, (9,)))
     assert model.logits(found).isfinite().all()

@@ -13,9 +13,10 @@ pytest.importorskip("numba")
 from paceline.checkpoint.source import locate
 from paceline.layers.linear import LinearFormat, block_panels, narrow_panels, panels_fp32
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import lay_out
-from paceline.models.loading import WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots

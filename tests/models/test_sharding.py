@@ -15,17 +15,13 @@ from paceline.checkpoint.source import locate
 from paceline.errors import ConfigError
 from paceline.layers.linear import block_panels, dense, narrow_panels
 from paceline.layers.vocab import VocabShards
-from paceline.models.loading import (
-    DummyWeights,
-    Reader,
-    WeightFormats,
-    WeightSource,
-    expected_shapes,
-    load_decoder,
-    open_reader,
-)
-from paceline.models.sharding import Cut, local_spec
-from paceline.models.spec import ModelSpec, read_spec
+from paceline.models.blocks.experts import MoeSpec
+from paceline.models.families import read_spec
+from paceline.models.loading import expected_shapes, load_decoder, open_reader
+from paceline.models.reader import Reader, WeightFormats
+from paceline.models.sharding import Cut
+from paceline.models.spec import ModelSpec
+from paceline.models.weight_source import DummyWeights, WeightSource
 from paceline.models.weights import open_weights
 from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
@@ -85,7 +81,7 @@ def test_slices_have_the_shapes_of_the_local_spec_and_make_up_the_whole(
     whole = DummyWeights(expected_shapes(spec), 3, CPU)
     parts = [reader(spec, whole, part(rank, size)).source for rank in range(size)]
     for rank, source in enumerate(parts):
-        local = local_spec(spec, part(rank, size))
+        local = spec.local(part(rank, size))
         vocab = VocabShards(spec.vocab_size, part(rank, size).tp)
         local = replace(local, vocab_size=vocab.stop - vocab.start)
         for name, shape in expected_shapes(local):
@@ -122,7 +118,7 @@ def test_planners_see_the_heads_of_their_rank(
 ) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
     whole = tiny_spec("qwen3", **changes)
-    spec = local_spec(whole, part(0, size))
+    spec = whole.local(part(0, size))
     assert (spec.num_heads, spec.num_kv_heads, spec.group_size) == expected
     assert spec.kv_bytes_per_token(4) * max(size, kv_heads) % whole.kv_bytes_per_token(4) == 0
     assert spec.kv_bytes_per_token(4) == 2 * 2 * expected[1] * 8 * 4
@@ -130,14 +126,15 @@ def test_planners_see_the_heads_of_their_rank(
 
 def test_latents_are_whole_on_every_rank() -> None:
     whole = tiny_spec("deepseek-v3")
-    spec = local_spec(whole, part(1, 4))
+    spec = whole.local(part(1, 4))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (1, 1, whole.head_size)
     assert spec.kv_bytes_per_token(2) == whole.kv_bytes_per_token(2)
-    assert spec.moe is not None
-    assert whole.moe is not None
-    assert spec.moe.inner_size * 4 == whole.moe.inner_size
-    assert spec.moe.shared_inner_size * 4 == whole.moe.shared_inner_size
-    assert spec.moe.num_experts == whole.moe.num_experts
+    moe, whole_moe = spec.layers[-1].mlp, whole.layers[-1].mlp
+    assert isinstance(moe, MoeSpec)
+    assert isinstance(whole_moe, MoeSpec)
+    assert moe.inner_size * 4 == whole_moe.inner_size
+    assert moe.shared_inner_size * 4 == whole_moe.shared_inner_size
+    assert moe.num_experts == whole_moe.num_experts
 
 
 @pytest.mark.parametrize(
@@ -159,15 +156,16 @@ def test_what_does_not_divide_is_refused_with_both_numbers(
     family: str, changes: dict[str, Any], size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        local_spec(tiny_spec(family, **changes), part(0, size))
+        tiny_spec(family, **changes).local(part(0, size))
 
 
 def test_an_inner_size_that_no_layer_has_refuses_nothing() -> None:
     """Where every layer has experts, intermediate_size is a leftover."""
     changes = {"mlp_only_layers": [], "intermediate_size": 50}
-    spec = local_spec(tiny_spec("qwen3-moe", **changes), part(0, 4))
-    assert spec.moe is not None
-    assert spec.moe.inner_size == 5
+    spec = tiny_spec("qwen3-moe", **changes).local(part(0, 4))
+    for layer in spec.layers:
+        assert isinstance(layer.mlp, MoeSpec)
+        assert layer.mlp.inner_size == 5
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Taps are transformers' hidden states between the layers, whoever runs the layers."""
+"""Taps are transformers' hidden states between the layers, in every implementation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from paceline.checkpoint.source import locate
-from paceline.kernels.dispatch import has_numba
+from paceline.kernels.table import has_numba
 from paceline.layers.linear import LinearFormat, cuda_linear, dense, panels_fp32
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import add_pages, lay_out
-from paceline.models.loading import WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
@@ -68,7 +69,7 @@ def test_a_tap_is_the_residual_stream_after_so_many_layers(
     hidden_TD, tap_TD = forward(model, ids, taps)
     torch.testing.assert_close(tap_TD, tapped(reference, ids.tolist(), taps), rtol=1e-4, atol=2e-4)
     plain_TD, feature_TD = forward(model, ids, ())
-    assert feature_TD is plain_TD, "nobody asked, and it cost something"
+    assert feature_TD is plain_TD, "no taps were asked for, but features were copied"
     torch.testing.assert_close(hidden_TD, plain_TD)
 
 

@@ -16,11 +16,12 @@ from paceline.checkpoint.source import locate
 from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_spec
 from paceline.models.layout import add_pages, lay_out
-from paceline.models.loading import WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
-from paceline.runner import fixed_drafts, startup
+from paceline.runner import padded_rows, startup
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from tests.e2e.engines import draft_model, eagle3, run
@@ -31,7 +32,7 @@ from tests.tiny import FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, VOCAB, save_tiny
 CPU = torch.device("cpu")
 # A prompt, and one of which some was computed before.
 COUNTS, STARTS = (40, 13), (0, 9)
-WANTED = [39, 52, 20, 52, 0]  # the last of each, one inside, one again, one that nobody reads
+WANTED = [39, 52, 20, 52, 0]  # the last of each, one inside, one twice, and one that is not read
 IS_READ = torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32)
 
 
@@ -111,14 +112,13 @@ def test_prompts_leave_the_last_layers_early(
 ) -> None:
     """In fixed steps, of the target's last layer and of a draft's: EAGLE-3 reads earlier ones."""
     seen: list[tuple[int, int]] = []
-    make = fixed_drafts.wanted_entries
+    make = padded_rows.wanted_entries
 
     def watched(batch: Any, entry_N: Tensor, *more: Any) -> WantedEntries:
         seen.append((len(batch.token_T), len(entry_N)))
         return make(batch, entry_N, *more)
 
-    for module in ("paceline.runner.fixed_drafts", "paceline.runner.fixed_step"):
-        monkeypatch.setattr(f"{module}.wanted_entries", watched)
+    monkeypatch.setattr(padded_rows, "wanted_entries", watched)
     monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
     spec = {"none": None, "draft_model": draft_model(workshop, 1), "eagle3": eagle3(workshop, 1)}
     params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)

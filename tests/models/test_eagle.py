@@ -16,16 +16,17 @@ from paceline.errors import CheckpointError
 from paceline.layers.attention import GroupedAttention
 from paceline.layers.linear import exact_linear
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import EagleModel
-from paceline.models.head_loading import check_pair, eagle_shapes, load_eagle
-from paceline.models.head_spec import read_eagle_spec
+from paceline.models.families import read_spec
+from paceline.models.heads.eagle import EagleModel
 from paceline.models.layout import lay_out
-from paceline.models.loading import DummyWeights, WeightFormats, load_decoder
-from paceline.models.spec import read_spec
+from paceline.models.loading import load_decoder
+from paceline.models.reader import WeightFormats
+from paceline.models.weight_source import DummyWeights
 from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from tests.eagle import PlainEagle, random_head, save_head
+from tests.heads import read_head
 from tests.tiny import VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -50,11 +51,12 @@ def target(folder: Path, reference: Any) -> Decoder:
 
 def load(path: Path, target: Decoder) -> EagleModel:
     files = locate(str(path))
-    spec = read_eagle_spec(files.config)
-    check_pair(str(path), spec, target.spec)
+    spec = read_head("eagle", str(path), files.config, target.spec)
     weights = open_weights(files)
     try:
-        return load_eagle("head", spec, weights, EXACT, target, max_model_len=64)
+        model = spec.load(weights, EXACT, target)
+        assert isinstance(model, EagleModel)
+        return model
     finally:
         weights.close()
 
@@ -204,8 +206,8 @@ def test_dummy_weights_need_only_the_config(folder: Path, reference: Any, target
     path = folder / "dummy"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(random_head(reference).config))
-    spec = read_eagle_spec(locate(str(path), load_format="dummy").config)
-    dummy = DummyWeights(eagle_shapes(spec), 3, CPU)
-    model = load_eagle("dummy", spec, dummy, EXACT, target, max_model_len=64)
+    config = locate(str(path), load_format="dummy").config
+    spec = read_head("eagle", "dummy", config, target.spec)
+    model = spec.load(DummyWeights(spec.shapes(target.spec), 3, CPU), EXACT, target)
     assert model.embedding is target.embedding
     assert outputs(model, torch.randn(9, 32), torch.randint(0, VOCAB, (9,))).isfinite().all()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.models.spec import read_spec
+from paceline.models.blocks.grouped_attention import GroupedSpec
+from paceline.models.families import read_spec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +36,7 @@ def test_old_and_new_rope_keys_read_the_same() -> None:
     assert read_spec(LLAMA).rope.theta == 10000.0
 
 
-def test_scaling_that_somebody_added_beside_the_new_keys_counts() -> None:
+def test_old_scaling_keys_added_beside_the_new_keys_count() -> None:
     """As in transformers: model cards say how to write a longer window into config.json."""
     yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
     added = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -50,12 +51,18 @@ def test_head_size_is_explicit_or_derived() -> None:
     assert read_spec({**LLAMA, "head_dim": None}).head_size == 8
 
 
+def attention_of(config: dict[str, Any]) -> GroupedSpec:
+    attention = read_spec(config).attention
+    assert isinstance(attention, GroupedSpec)
+    return attention
+
+
 def test_biases_follow_the_family() -> None:
-    assert not read_spec(LLAMA).has_qkv_bias
-    qwen2 = read_spec({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
+    assert not attention_of(LLAMA).has_qkv_bias
+    qwen2 = attention_of({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
     assert qwen2.has_qkv_bias
     assert not qwen2.has_o_bias
-    assert read_spec({**LLAMA, "attention_bias": True}).has_o_bias
+    assert attention_of({**LLAMA, "attention_bias": True}).has_o_bias
 
 
 @pytest.mark.parametrize(
