@@ -47,38 +47,39 @@ class PageAppends:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """How much a step computes: what shapes, padding, passes and the choice of a graph follow from.
+class StepSize:
+    """How much a step computes. Shapes, padding, draft passes and the CUDA graph follow from it.
 
-    Of one plan, or of those of all replicas together: then it is the same on every rank.
+    It is the size of one plan, or joined over the plans of all replicas: then every rank has the
+    same.
     """
 
     tokens: int = 0  # entries of the target's pass
-    draft_tokens: int = 0  # entries of the first pass of a draft model of its own
+    draft_tokens: int = 0  # entries of the first pass of a separate draft model
     rows: int = 0
     k: int = 0
     tail: int = 0  # 0: all rows are greedy; see sampling.verify.Tail
     is_uniform: bool = True  # every row decodes or verifies
-    has_graph: bool = True  # nothing in it needs to run eagerly
+    has_graph: bool = True  # no row needs an eager step
 
     @classmethod
-    def joined(cls, extents: Sequence[Extent]) -> Extent:
-        """Room for all of them."""
+    def joined(cls, sizes: Sequence[StepSize]) -> StepSize:
+        """The smallest size with room for all of them."""
         return cls(
-            tokens=max(x.tokens for x in extents),
-            draft_tokens=max(x.draft_tokens for x in extents),
-            rows=max(x.rows for x in extents),
-            k=max(x.k for x in extents),
-            tail=max(x.tail for x in extents),
-            is_uniform=all(x.is_uniform for x in extents),
-            has_graph=all(x.has_graph for x in extents),
+            tokens=max(x.tokens for x in sizes),
+            draft_tokens=max(x.draft_tokens for x in sizes),
+            rows=max(x.rows for x in sizes),
+            k=max(x.k for x in sizes),
+            tail=max(x.tail for x in sizes),
+            is_uniform=all(x.is_uniform for x in sizes),
+            has_graph=all(x.has_graph for x in sizes),
         )
 
     def packed(self) -> list[int]:
         return [int(getattr(self, name)) for name in self.__slots__]
 
     @classmethod
-    def unpacked(cls, numbers: Sequence[int]) -> Extent:
+    def unpacked(cls, numbers: Sequence[int]) -> StepSize:
         tokens, draft_tokens, rows, k, tail, is_uniform, has_graph = numbers
         return cls(tokens, draft_tokens, rows, k, tail, bool(is_uniform), bool(has_graph))
 
@@ -104,7 +105,10 @@ class StepPlan:
     admissions: Sequence[SlotInit] = ()
     page_appends: PageAppends | None = None
     late_B: Bools | None = None  # rows whose token masks arrive through bind()
-    agreed: Extent | None = None  # of the plans of all replicas, where they step together
+    agreed: StepSize | None = None  # of the plans of all replicas, where they step together
+    # One number that a device may read while it computes. Not 0: every row's request was aborted,
+    # nothing that this step computes is read any more, and it may end early.
+    unwanted: Longs = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def num_rows(self) -> int:
@@ -114,11 +118,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.query_len_B.sum())
 
-    def extent(self) -> Extent:
+    def step_size(self) -> StepSize:
         """Of this plan alone; a runner adds what it knows of its rows."""
         is_decode_B = self.query_len_B == self.k_B + 1
         draft_len_B = np.where(is_decode_B, 2, self.query_len_B + self.samples_B)
-        return Extent(
+        return StepSize(
             tokens=self.num_tokens,
             draft_tokens=int(draft_len_B.sum()),
             rows=self.num_rows,
@@ -178,6 +182,10 @@ class InFlightStep(Protocol):
     def bind(self, late: LateMasks) -> None:
         """Deliver the masks of a plan with late rows; exactly once, and only for those."""
 
+    def is_over(self, within_s: float) -> bool:
+        """Wait up to `within_s` for the result. A device whose steps are short may say True at
+        once: then `wait` waits."""
+
     def wait(self) -> StepResult:
         """Block until the result (not the drafting) is there. Raises what the device raised."""
 
@@ -211,36 +219,36 @@ class RunnerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What one replica brings to the agreement about the next step."""
+class StepProposal:
+    """What one replica brings to the agreement on the next step."""
 
-    extent: Extent = Extent()
+    step_size: StepSize = StepSize()
     has_plan: bool = False
-    is_unfinished: bool = False  # some request is not over, or a result has not been read
+    is_unfinished: bool = False  # some request has not ended, or a result has not been read
     is_draining: bool = False
-    has_spare_time: bool = False  # it was idle for a while, and would prepare for later steps
+    has_spare_time: bool = False  # it has been idle for a while and could capture graphs
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """What all replicas know of each other's wishes."""
+class StepAgreement:
+    """The proposals of all replicas combined; every replica gets the same value."""
 
-    extent: Extent
-    has_plan: bool  # somebody has one: everybody launches a step
-    is_unfinished: bool  # somebody is: nobody may sleep
-    is_draining: bool  # everybody is
-    has_spare_time: bool  # somebody has
+    step_size: StepSize
+    has_plan: bool  # True if any replica has a plan; then all launch a step
+    is_unfinished: bool  # True if any replica has unfinished work; then none may sleep
+    is_draining: bool  # True if all replicas drain
+    has_spare_time: bool  # True if any replica has spare time
 
 
 class Lockstep(Protocol):
-    """Replicas whose steps hold collectives across them: they agree before every step."""
+    """The agreement of replicas whose steps contain collectives across replicas."""
 
     @property
     def number(self) -> int:
-        """Agreements so far; the same on every rank when it is not within one."""
+        """The number of agreements so far; between two agreements it is the same on all leaders."""
 
-    def agree(self, wish: Wish) -> Agreed:
-        """Tell the others, and hear them. Raises CollectiveError when somebody does not come."""
+    def agree(self, proposal: StepProposal) -> StepAgreement:
+        """Exchange proposals with the other leaders. Raises CollectiveError on a timeout."""
 
 
 class Runner(Protocol):
@@ -253,7 +261,7 @@ class Runner(Protocol):
     def lockstep(self) -> Lockstep | None:
         """None: its steps wait for nobody outside this replica."""
 
-    def extent(self, plan: StepPlan) -> Extent:
+    def step_size(self, plan: StepPlan) -> StepSize:
         """The plan's, with the tail that its rows need and whether a graph can hold it."""
 
     def launch(self, plan: StepPlan) -> InFlightStep:

@@ -1,6 +1,6 @@
 """Collectives over a group of ranks: the only module that calls torch.distributed for tensors.
 
-On gloo only bytes travel; sums are made here, in rank order, so that every rank has the same bits.
+gloo only moves bytes; sums are computed here in rank order, so that all ranks get the same bits.
 A group of one returns its input.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from paceline.parallel.contract import Contract
 
-_LOADING_S = 1800  # one rank may read weights for so long while another waits for it
+_LOADING_S = 1800  # how long a rank waits at start-up for another that still reads weights
 
 
 class Group:
-    """The ranks that take part, and this rank's place among them. See `alone` and `open_group`."""
+    """The ranks of a collective, and this rank's index among them."""
 
     def __init__(
         self, name: str, ranks: Sequence[int], rank: int, contract: Contract, wire: Wire | None
@@ -35,40 +35,40 @@ class Group:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything travels: there are others, or one rank is made to talk to itself."""
+        """Whether data is exchanged: there are other ranks, or a group of one is forced to."""
         return self._wire is not None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in rank order. May be written over `x`."""
+        """The sum over ranks, in rank order. May overwrite `x`."""
         if self._wire is None:
             return x
         wire = self._enter("all_reduce", x)
         return self._guarded(lambda: wire.all_reduce(x.contiguous()))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, ...]: what every rank has, in rank order. Shapes and types agree."""
+        """[size, ...]: the tensors of all ranks, in rank order. Shapes and types must agree."""
         if self._wire is None:
             return x.unsqueeze(0)
         wire = self._enter("all_gather", x)
         return self._guarded(lambda: wire.all_gather(x.contiguous()))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[size, ...] -> [...]: the sum over ranks, in rank order, of what they hold for me."""
+        """[size, ...] -> [...]: the sum over ranks, in rank order, of their part for this rank."""
         if self._wire is None:
             return x.squeeze(0)
         wire = self._enter("reduce_scatter", x)
         return self._guarded(lambda: wire.reduce_scatter(x.contiguous()))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Rows of `x` to each rank, `send` of them each; what comes back is in rank order."""
+        """Send `send[r]` rows of `x` to each rank r. Returns the received rows, in rank order."""
         if self._wire is None:
             return x
-        # Counts differ by rank; what must agree is the rest of the shape.
+        # Row counts may differ by rank; the rest of the shape must agree.
         wire = self._enter("all_to_all", x[:0])
         return self._guarded(lambda: wire.all_to_all(x.contiguous(), list(send), list(receive)))
 
     def close(self) -> None:
-        """Nothing may travel any more, and no graph may hold a collective of this group."""
+        """No collective may be running, and no CUDA graph may contain one of this group."""
         if self._wire is not None:
             self._wire.close()
 
@@ -86,7 +86,7 @@ class Group:
 
 
 class GlooWire:
-    """Bytes over gloo. Tensors of a GPU go by way of pinned memory: slow, and works anywhere."""
+    """Bytes over gloo. GPU tensors are copied through pinned memory: slow, but works anywhere."""
 
     def __init__(self, group: Any, size: int, timeout_s: float) -> None:
         self._group = group
@@ -116,14 +116,14 @@ class GlooWire:
         return out.to(x.device, non_blocking=True)
 
     def close(self) -> None:
-        """Sockets go with the object."""
+        """Nothing to do: sockets are closed when the object is freed."""
 
     def _wait(self, work: Any) -> None:
         work.wait(self._timeout)
 
 
 class NcclWire:
-    """Tensors over NCCL, on the current stream: may be captured. One GPU for each rank."""
+    """Tensors over NCCL on the current stream; CUDA graphs can capture it. One GPU per rank."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
@@ -149,7 +149,7 @@ class NcclWire:
         return out
 
     def close(self) -> None:
-        """While the store still exists, which threads of NCCL's look into; others may be gone."""
+        """Must run while the store exists, which NCCL's threads read. Other ranks may be gone."""
         self._group.abort()
 
 
@@ -157,7 +157,7 @@ Wire = GlooWire | NcclWire
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over the first axis, one after the other: the order of additions is that of the ranks."""
+    """The sum over the first axis, added in rank order."""
     total = x[0].clone()
     for part in x[1:]:
         total += part
@@ -169,28 +169,26 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory, flat: gloo knows few types, and copies anything."""
+    """The same memory as flat bytes: gloo knows few types."""
     return x.view(-1).view(torch.uint8)
 
 
 SOLO = Group("tp", [0], 0, Contract(), None)
 
 
-def open_store(folder: str, num_ranks: int) -> Any:
-    """Where ranks of one machine find each other: a file, so that no port can be taken.
-
-    One alone has nobody to find, and keeps what it says to itself.
-    """
-    stores: Any = vars(dist)  # exported, but not to type checkers
+def open_store(path: str, num_ranks: int) -> Any:
+    """The rendezvous of the ranks of one machine: a file, so that no port is needed. A single rank
+    uses memory."""
+    stores: Any = vars(dist)  # these classes are missing from the type stubs
     if num_ranks == 1:
         return stores["HashStore"]()
-    store = stores["FileStore"](f"{folder}/store", num_ranks)
+    store = stores["FileStore"](path, num_ranks)
     store.set_timeout(timedelta(seconds=_LOADING_S))
     return store
 
 
 def gloo_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> GlooWire:
-    """Opened by all of `ranks` at the same time."""
+    """All of `ranks` must call this at the same time."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -201,9 +199,9 @@ def gloo_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s:
 
 @cache
 def _loopback() -> Any:
-    """One for all groups of a process: each has a thread that wakes every 10 ms, asleep or not.
+    """One device for all groups of a process, because each has a thread that wakes every 10 ms.
 
-    Everybody is on this machine.
+    All ranks are on this machine.
     """
     kind: Any = dist.ProcessGroupGloo
     return kind.create_device(hostname="127.0.0.1")

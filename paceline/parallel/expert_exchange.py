@@ -1,6 +1,6 @@
-"""Rows to the ranks that hold their experts, and sums back: experts spread over all ranks.
+"""Expert parallelism: sends rows to the ranks that hold their experts, and sums back.
 
-Knows ids, rows and groups. What an expert does to a row is the caller's (`apply`).
+Knows expert ids, rows and groups; the caller applies the experts (`apply`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch.nn.functional import pad
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.collectives import Group
 
-NOBODY = -1  # an expert that is not here, and the choices of a row that is nobody's
+NO_EXPERT = -1  # a choice that this rank skips: another rank's expert, or a padding row
 
 
 class RoutedRows(NamedTuple):
-    """Rows, and what the router chose for each."""
+    """Rows, and the router's choice for each."""
 
     x_TD: Tensor
-    chosen_TK: Tensor  # int32; NOBODY: no expert
+    chosen_TK: Tensor  # int32 expert ids or NO_EXPERT
     weight_TK: Tensor  # fp32
 
 
-# What this rank's experts (numbered from 0; NOBODY: skipped) make of rows, weighed and summed up.
-# Sums are fp32 and stay so until all ranks' are added: a row then differs from one rank's by the
-# order of additions alone, not by a rounding per rank. It costs twice the bytes of a half type on
-# the way back, where few rows wait for the first byte and not for the last.
+# Applies this rank's experts (numbered from 0) to rows and gives their weighted sums in fp32. Sums
+# stay fp32 until those of all ranks are added, so that a row differs from the result of a single
+# rank only by the order of additions. That doubles the bytes sent back, but with few rows latency
+# matters more than bytes.
 Apply = Callable[[RoutedRows], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """Between the router and the experts. All ranks call `run` together, each with its rows."""
+    """Between the router and the experts. All ranks must call `run` together."""
 
     @property
     def tp(self) -> Group:
-        """The ranks that hold the same rows."""
+        """The ranks of this replica; they hold the same rows."""
 
     @property
     def is_capturable(self) -> bool:
-        """No host read, and shapes by `num_rows` alone."""
+        """Whether a CUDA graph can capture it: no host reads, shapes depend on `num_rows` only."""
 
     def share(self, num_experts: int) -> range:
         """This rank's experts."""
@@ -56,25 +56,25 @@ class ExpertExchange(Protocol):
         apply: Apply,
         part_TD: Tensor | None = None,
     ) -> Tensor:
-        """fp32 [T, D]: the sum over all ranks' experts; equal bits on the ranks of a replica.
+        """fp32 [T, D]: the sum over all ranks' experts, with equal bits on the ranks of a replica.
 
-        `num_rows` is the most rows that any rank has, None: as many as here. `part_TD` is this
-        rank's part of something else that is to be summed up over `tp`.
+        `num_rows` is the largest number of rows of any rank; None: as many as here. `part_TD` is
+        added before the sum over `tp`: this rank's part of the shared expert.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """Experts in rank order, in runs as even as they can be. A replica's ranks are neighbours."""
+    """Consecutive experts on each rank, in rank order, as evenly as possible."""
 
-    tp: Group  # these hold the same rows
-    dp: Group  # these hold other rows
+    tp: Group  # ranks with the same rows
+    dp: Group  # ranks with other rows
 
     def share(self, num_experts: int) -> range:
         return self._share_of(self.dp.rank, num_experts)
 
     def _share_of(self, replica: int, num_experts: int) -> range:
-        """The experts of the rank that has this place in another replica."""
+        """The experts of the rank with this rank's place in a replica."""
         num_ranks = self.tp.size * self.dp.size
         if num_experts < num_ranks:
             raise ConfigError(
@@ -90,54 +90,55 @@ class _Spread:
             return rows.x_TD.new_zeros(rows.x_TD.shape, dtype=torch.float32)
         own, chosen_TK = self.share(num_experts), rows.chosen_TK
         is_own_TK = (chosen_TK >= own.start) & (chosen_TK < own.stop)
-        local_TK = torch.where(is_own_TK, chosen_TK - own.start, NOBODY)
+        local_TK = torch.where(is_own_TK, chosen_TK - own.start, NO_EXPERT)
         return apply(rows._replace(chosen_TK=local_TK)).float()
 
-    def _join(self, sum_TD: Tensor, part_TD: Tensor | None) -> Tensor:
+    def run(
+        self,
+        rows: RoutedRows,
+        num_experts: int,
+        num_rows: int | None,
+        apply: Apply,
+        part_TD: Tensor | None = None,
+    ) -> Tensor:
+        num_here = len(rows.x_TD)
+        if not self.dp.is_active:
+            sum_TD = self._apply_own(rows, num_experts, apply)
+        elif num_rows is None or num_here <= num_rows:
+            sum_TD = self._exchange(rows, num_experts, num_rows or num_here, apply)
+        else:
+            raise CollectiveError(
+                f"this rank has {num_here} rows for the experts, and the ranks agreed on at most "
+                f"{num_rows} in this pass."
+            )
         return self.tp.all_reduce(sum_TD if part_TD is None else sum_TD + part_TD)
+
+    def _exchange(self, rows: RoutedRows, num_experts: int, num_rows: int, apply: Apply) -> Tensor:
+        """fp32 [T, D]: the sum over the experts of the ranks of `dp`."""
+        raise NotImplementedError
 
 
 class GatherScatter(_Spread):
-    """Everybody sees all rows: one all-gather, one reduce-scatter. Shapes by `num_rows` alone."""
+    """All ranks get all rows: one all-gather, one reduce-scatter."""
 
     __slots__ = ()
     is_capturable: ClassVar[bool] = True
 
-    def run(
-        self,
-        rows: RoutedRows,
-        num_experts: int,
-        num_rows: int | None,
-        apply: Apply,
-        part_TD: Tensor | None = None,
-    ) -> Tensor:
-        if not self.dp.is_active:
-            return self._join(self._apply_own(rows, num_experts, apply), part_TD)
+    def _exchange(self, rows: RoutedRows, num_experts: int, num_rows: int, apply: Apply) -> Tensor:
         num_here, width = rows.x_TD.shape
-        num_rows = _checked(num_here, num_rows)
         packed_RB = self.dp.all_gather(_pack(_padded(rows, num_rows))).flatten(0, 1)
         partial_RD = self._apply_own(_unpack(packed_RB, rows), num_experts, apply)
         partial_GTD = partial_RD.view(self.dp.size, num_rows, width)
-        return self._join(self.dp.reduce_scatter(partial_GTD)[:num_here], part_TD)
+        return self.dp.reduce_scatter(partial_GTD)[:num_here]
 
 
 class AllToAll(_Spread):
-    """A row travels only to ranks that hold some of its experts. The host reads how many do."""
+    """A row is sent only to ranks that hold some of its experts. The host reads the counts."""
 
     __slots__ = ()
     is_capturable: ClassVar[bool] = False
 
-    def run(
-        self,
-        rows: RoutedRows,
-        num_experts: int,
-        num_rows: int | None,
-        apply: Apply,
-        part_TD: Tensor | None = None,
-    ) -> Tensor:
-        if not self.dp.is_active:
-            return self._join(self._apply_own(rows, num_experts, apply), part_TD)
-        _checked(len(rows.x_TD), num_rows)
+    def _exchange(self, rows: RoutedRows, num_experts: int, num_rows: int, apply: Apply) -> Tensor:
         goes_GT = torch.stack(
             [self._goes_to(g, rows.chosen_TK, num_experts) for g in range(self.dp.size)]
         )
@@ -148,26 +149,15 @@ class AllToAll(_Spread):
         partial_RD = self._apply_own(_unpack(arrived, rows), num_experts, apply)
         partial_RD = self.dp.all_to_all(partial_RD, receive, send)
         sum_TD = rows.x_TD.new_zeros(rows.x_TD.shape, dtype=torch.float32)
-        # A replica at a time, for one call may add a row's parts in any order.
+        # One replica at a time, because a single call may add the parts of a row in any order.
         for row_N, partial_ND in zip(row_R.split(send), partial_RD.split(send), strict=True):
             sum_TD.index_add_(0, row_N, partial_ND)
-        return self._join(sum_TD, part_TD)
+        return sum_TD
 
     def _goes_to(self, replica: int, chosen_TK: Tensor, num_experts: int) -> Tensor:
-        """Rows for the rank of this place there: our neighbours send to its neighbours."""
+        """The rows to send to the rank with this rank's place in `replica`."""
         theirs = self._share_of(replica, num_experts)
         return ((chosen_TK >= theirs.start) & (chosen_TK < theirs.stop)).any(1)
-
-
-def _checked(num_here: int, num_rows: int | None) -> int:
-    if num_rows is None:
-        return num_here
-    if num_here > num_rows:
-        raise CollectiveError(
-            f"this rank has {num_here} rows for the experts, and the ranks agreed on at most "
-            f"{num_rows} in this pass."
-        )
-    return num_rows
 
 
 def _padded(rows: RoutedRows, num_rows: int) -> RoutedRows:
@@ -175,11 +165,11 @@ def _padded(rows: RoutedRows, num_rows: int) -> RoutedRows:
     if not extra:
         return rows
     x_TD, weight_TK = (pad(x, (0, 0, 0, extra)) for x in (rows.x_TD, rows.weight_TK))
-    return RoutedRows(x_TD, pad(rows.chosen_TK, (0, 0, 0, extra), value=NOBODY), weight_TK)
+    return RoutedRows(x_TD, pad(rows.chosen_TK, (0, 0, 0, extra), value=NO_EXPERT), weight_TK)
 
 
 def _pack(rows: RoutedRows) -> Tensor:
-    """uint8 [T, ...]: all that belongs to a row behind each other, so that one call moves it."""
+    """uint8 [T, ...]: all values of a row one after the other, so that one call sends them."""
     return torch.cat([x.contiguous().view(torch.uint8) for x in rows], dim=1)
 
 

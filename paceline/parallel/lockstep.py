@@ -1,6 +1,6 @@
-"""One agreement per step among the leaders of replicas: the only CPU collective there is.
+"""The agreement: one CPU collective per step among the leaders of all replicas.
 
-Used by the loop thread alone, on a group of its own, for the next step while this one runs.
+Only the loop thread uses it, on its own group, for the next step while the current one runs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from paceline.errors import ConfigError
 from paceline.parallel.collectives import Group, gloo_wire, open_store
 from paceline.parallel.contract import Contract
-from paceline.parallel.groups import GroupOptions, open_board
-from paceline.parallel.placement import Seat
-from paceline.step import Agreed, Extent, Wish
+from paceline.parallel.groups import GroupOptions, open_collective_log
+from paceline.parallel.placement import RankPlace
+from paceline.step import StepAgreement, StepProposal, StepSize
 
 
 class HostLockstep:
@@ -24,64 +24,69 @@ class HostLockstep:
         self._group = group
         self.number = 0
 
-    def agree(self, wish: Wish) -> Agreed:
+    def agree(self, proposal: StepProposal) -> StepAgreement:
         contract = self._group.contract
         contract.step, contract.phase = self.number + 1, "agreement"
-        row_F = torch.tensor(_packed(wish), dtype=torch.int32)
-        wishes = [_unpacked(row) for row in self._group.all_gather(row_F).tolist()]
+        row_F = torch.tensor(_packed(proposal), dtype=torch.int32)
+        proposals = [_unpacked(row) for row in self._group.all_gather(row_F).tolist()]
         self.number += 1
-        return Agreed(
-            extent=Extent.joined([w.extent for w in wishes]),
-            has_plan=any(w.has_plan for w in wishes),
-            is_unfinished=any(w.is_unfinished for w in wishes),
-            is_draining=all(w.is_draining for w in wishes),
-            has_spare_time=any(w.has_spare_time for w in wishes),
+        return StepAgreement(
+            step_size=StepSize.joined([w.step_size for w in proposals]),
+            has_plan=any(w.has_plan for w in proposals),
+            is_unfinished=any(w.is_unfinished for w in proposals),
+            is_draining=all(w.is_draining for w in proposals),
+            has_spare_time=any(w.has_spare_time for w in proposals),
         )
 
 
-def open_lockstep(seat: Seat, options: GroupOptions) -> HostLockstep:
-    """Called by all leaders at the same time, and by nobody else."""
-    leaders = seat.layout.leaders()
-    board = open_board(seat)
-    contract = Contract(seat.rank, board, options.checks, options.timeout_s)
-    store = open_store(seat.folder, seat.layout.num_ranks)
-    wire = gloo_wire(store, "host", leaders, seat.rank, options.timeout_s)
-    return HostLockstep(Group("host", leaders, seat.rank, contract, wire))
+def open_lockstep(place: RankPlace, options: GroupOptions) -> HostLockstep:
+    """All leaders must call this at the same time; peers must not."""
+    leaders = place.layout.leaders()
+    log = open_collective_log(place)
+    contract = Contract(place.rank, log, options.checks, options.timeout_s)
+    store = open_store(place.store, place.layout.num_ranks)
+    wire = gloo_wire(store, "host", leaders, place.rank, options.timeout_s)
+    return HostLockstep(Group("host", leaders, place.rank, contract, wire))
 
 
-def smallest(seat: Seat, name: str, value: int) -> int:
-    """The least of what all ranks have: how many pages, say. At start-up, through the store."""
-    if seat.layout.num_ranks == 1:
+def smallest(place: RankPlace, name: str, value: int) -> int:
+    """The minimum of a value over all ranks, for example of page counts. For start-up only."""
+    if place.layout.num_ranks == 1:
         return value
-    store: Any = open_store(seat.folder, seat.layout.num_ranks)
-    store.set(f"{name}:{seat.rank}", str(value))
-    return min(int(store.get(f"{name}:{r}")) for r in range(seat.layout.num_ranks))
+    store: Any = open_store(place.store, place.layout.num_ranks)
+    store.set(f"{name}:{place.rank}", str(value))
+    return min(int(store.get(f"{name}:{r}")) for r in range(place.layout.num_ranks))
 
 
-def meet(seat: Seat, name: str) -> None:
-    """Return when all ranks have come here, however long they read: loading has no deadline."""
-    smallest(seat, name, 0)
+def meet(place: RankPlace, name: str) -> None:
+    """A barrier of all ranks, without a deadline: loading may take any time."""
+    smallest(place, name, 0)
 
 
-def check_same(seat: Seat, name: str, value: str) -> None:
-    """All ranks have the same: GPU, say. At start-up, through the store."""
-    store: Any = open_store(seat.folder, seat.layout.num_ranks)
-    store.set(f"{name}:{seat.rank}", value)
-    for rank in range(seat.layout.num_ranks):
+def check_same(place: RankPlace, name: str, value: str) -> None:
+    """Refuse ranks whose values differ, for example GPU names. For start-up only."""
+    store: Any = open_store(place.store, place.layout.num_ranks)
+    store.set(f"{name}:{place.rank}", value)
+    for rank in range(place.layout.num_ranks):
         theirs = store.get(f"{name}:{rank}").decode()
         if theirs != value:
             raise ConfigError(
-                f"rank {seat.rank} has {name} {value!r} and rank {rank} has {theirs!r}; all ranks "
+                f"rank {place.rank} has {name} {value!r} and rank {rank} has {theirs!r}; all ranks "
                 "must have the same, or they would compute different tokens."
             )
 
 
-def _packed(wish: Wish) -> list[int]:
-    flags = (wish.has_plan, wish.is_unfinished, wish.is_draining, wish.has_spare_time)
-    return [*wish.extent.packed(), *map(int, flags)]
+def _packed(proposal: StepProposal) -> list[int]:
+    flags = (
+        proposal.has_plan,
+        proposal.is_unfinished,
+        proposal.is_draining,
+        proposal.has_spare_time,
+    )
+    return [*proposal.step_size.packed(), *map(int, flags)]
 
 
-def _unpacked(row: list[int]) -> Wish:
-    *extent, has_plan, is_unfinished, is_draining, has_spare_time = row
+def _unpacked(row: list[int]) -> StepProposal:
+    *step_size, has_plan, is_unfinished, is_draining, has_spare_time = row
     flags = map(bool, (has_plan, is_unfinished, is_draining, has_spare_time))
-    return Wish(Extent.unpacked(extent), *flags)
+    return StepProposal(StepSize.unpacked(step_size), *flags)

@@ -1,4 +1,4 @@
-"""Which rank sits where: numbers only. No torch, no collective."""
+"""Which rank has which part: numbers only. No torch, no collective."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from paceline.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks there are, and what they share.
+    """How many ranks there are, and how they divide the work.
 
     Ranks of one replica are neighbours: rank = replica * tensor_parallel + place in the replica.
     """
 
     tensor_parallel: int = 1
     data_parallel: int = 1
-    spreads_experts: bool = False  # over all ranks; else a replica holds all of them
+    spreads_experts: bool = False  # over all ranks; else each replica holds all experts
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.data_parallel
 
     def leaders(self) -> list[int]:
-        """The rank of each replica that plans."""
+        """The rank of each replica that runs the scheduler."""
         return [d * self.tensor_parallel for d in range(self.data_parallel)]
 
     def replica(self, index: int) -> list[int]:
@@ -33,12 +33,13 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One rank's place. `folder` is where the ranks of one engine meet; empty when it is alone."""
+class RankPlace:
+    """One rank's number in the layout, and the paths of files that the ranks of an engine share."""
 
     rank: int = 0
     layout: Layout = Layout()
-    folder: str = ""
+    store: str = ""  # where groups find their members; a lone rank needs none
+    collectives: str = ""  # see contract.CollectiveLog; empty: the rank's own memory
 
     @property
     def tp_rank(self) -> int:
@@ -56,16 +57,16 @@ class Seat:
         return self.layout.replica(self.dp_rank)
 
     def dp_ranks(self) -> list[int]:
-        """Those with this place in their replicas."""
+        """The ranks with the same part of the model, one in each replica."""
         step = self.layout.tensor_parallel
         return list(range(self.tp_rank, self.layout.num_ranks, step))
 
 
-LONE_SEAT = Seat()
+ONLY_RANK = RankPlace()
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    """What was asked for. Whether there are experts to spread only the models know."""
+    """The layout asked for. It may spread experts although the model has none."""
     device = config.device
     return Layout(
         device.tensor_parallel_size, device.data_parallel_size, device.enable_expert_parallel

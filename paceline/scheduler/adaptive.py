@@ -1,8 +1,8 @@
-"""How many drafts each request should verify: k follows the request's own acceptance.
+"""Adaptive speculation: k of each request follows its own acceptance rate.
 
-Never changes the distribution of tokens, only how many drafts a step looks at. Rejected drafts
-lower k. A drafter that proposed nothing does not, where nothing was computed for it; with fixed
-shapes the row was computed all the same, and a missing draft counts as a wrong one.
+Changes how many drafts a step verifies, never the distribution of tokens. Rejected drafts lower k.
+Missing drafts (the drafter proposed none) lower k only if steps have fixed shapes, because then
+the row was computed for them all the same.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from paceline.config import SpeculativeConfig
 from paceline.scheduler.inflight import Rows
 from paceline.step import Ints, RunnerInfo, StepResult
 
-# Acceptance is a ratio of two fading sums. A new request gets the benefit of the doubt: as many
-# accepted drafts as keep its k.
+# Acceptance is the ratio of two decaying sums. A new request starts with sums that keep k at its
+# maximum.
 START_DRAFTED = 6.0
 START_ACCEPTED = 4.0
-FADE = 0.5  # of the sums, each time k is decided again
+FADE = 0.5  # the sums are multiplied by this each time k is decided
 DECIDE_EVERY = 4  # steps
-STRETCH = 1.5  # verify somewhat more drafts than the average accepts, so that k can grow
-COLD = 0.1  # below this acceptance a row stops drafting
-# Rows without drafts try again in two steps of every PROBE_PERIOD, all in the same ones: the
-# first proposes, the second verifies, and the others can do without the drafter.
+STRETCH = 1.5  # verify more drafts than are accepted on average, so that k can grow
+COLD = 0.1  # below this acceptance rate a request stops drafting
+# Requests that stopped try again in the first two steps of every PROBE_PERIOD: the first step
+# proposes, the second verifies. All of them try in the same steps, so that the drafter can be left
+# out of the others.
 PROBE_PERIOD = 32
 PROBE_K = 2
 
@@ -31,14 +32,14 @@ class DraftLengths:
     """k by slot."""
 
     def __init__(self, info: RunnerInfo, speculative: SpeculativeConfig | None) -> None:
-        rows = info.num_slots + 1  # one for rows whose requests left their slots
+        rows = info.num_slots + 1  # with the spare row: see SlotTable
         self.max_k = info.max_k
         self._counts_missing = info.pays_for_missing_drafts
         self._is_adaptive = (
             info.max_k > 0
             and speculative is not None
             and speculative.adaptive
-            # Coins say nothing about the drafts, and keep their mean only over all K of them.
+            # Synthetic acceptance does not depend on the drafts, and has its mean over all K.
             and speculative.rejection_sample_method == "standard"
         )
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
@@ -60,7 +61,7 @@ class DraftLengths:
         return self._k_S
 
     def learn(self, slots: Rows, k_B: Ints, result: StepResult) -> None:
-        """Rows that had room for k drafts say how many there were and how many were right."""
+        """Count the drafts that a step verified and accepted."""
         if not self._is_adaptive:
             return
         self._drafted_S[slots] += k_B if self._counts_missing else result.num_drafts_B
@@ -73,8 +74,8 @@ class DraftLengths:
         k_S = np.ceil(acceptance_S * (STRETCH * self.max_k))
         k_S *= acceptance_S >= COLD
         np.minimum(k_S, self._cap_S, out=self._k_S, casting="unsafe")
-        # The prior fades with the rest, but a sum of drafts never fades to nothing: one lucky or
-        # unlucky draft after a long silence must not decide alone.
+        # Sums at or below the starting value do not decay: a single draft after a long pause must
+        # not decide k alone.
         fades_S = self._drafted_S > START_DRAFTED
         scale_S = np.where(fades_S, np.float32(FADE), np.float32(1.0))
         self._drafted_S *= scale_S

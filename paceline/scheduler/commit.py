@@ -1,6 +1,6 @@
-"""Row surgery on results: which rows of a step are published, and the masks of late rows.
+"""Selects what of a result is published: rows of live requests, new prompt log probabilities.
 
-Never changes slots or pages; it only selects and builds arrays.
+Never changes slots or pages.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.scheduler.events import Emitted
-from paceline.scheduler.inflight import NOBODY
-from paceline.scheduler.live import LiveRequest
-from paceline.step import Bools, Ints, LateMasks, StepPlan, StepResult, TokenLogprobs
+from paceline.scheduler.inflight import NO_REQUEST
+from paceline.scheduler.live_request import LiveRequest
+from paceline.step import Bools, StepPlan, StepResult, TokenLogprobs
 
 
 def without_rows(emitted: Emitted, wasted: list[int]) -> Emitted:
-    """What is left when nobody waits for the rows of `wasted`."""
+    """The result without the rows of `wasted`, whose requests have ended."""
     if not wasted:
         return emitted
     if not any(emitted.count_B[row] or emitted.num_drafts_B[row] for row in wasted):
-        # The device had ended them before: nothing in these rows but a name to take off.
+        # The rows hold no output, so clearing their uids is enough.
         emitted.uid_B = emitted.uid_B.copy()
-        emitted.uid_B[wasted] = NOBODY
+        emitted.uid_B[wasted] = NO_REQUEST
         return emitted
     keep_B = np.ones(len(emitted.uid_B), np.bool_)
     keep_B[wasted] = False
@@ -50,7 +50,7 @@ def _renumber(entries: Sequence[TokenLogprobs], keep_B: Bools) -> Sequence[Token
 def trim_prompt_logprobs(
     plan: StepPlan, result: StepResult, requests: Mapping[int, LiveRequest]
 ) -> list[TokenLogprobs]:
-    """Each prompt position once: a preempted prompt is computed again, from its beginning.
+    """Drop prompt positions that were delivered before: a preempted prompt is computed again.
 
     Entry j of a chunk that starts at position s is about prompt token s + 1 + j.
     """
@@ -72,24 +72,3 @@ def trim_prompt_logprobs(
         if len(entry.rank):
             entries.append(entry)
     return entries
-
-
-def late_masks(
-    plan: StepPlan, requests: Mapping[int, LiveRequest], vocab_size: int
-) -> tuple[LateMasks, list[tuple[LiveRequest, Exception]]]:
-    """Allowed tokens of the late rows, from what their requests have accepted so far, and the
-    requests whose constraints could not say."""
-    assert plan.late_B is not None
-    row_R: Ints = np.flatnonzero(plan.late_B).astype(np.int32)
-    mask_RWV = np.full((len(row_R), plan.k + 1, (vocab_size + 31) // 32), -1, np.int32)
-    failed = []
-    for index, row in enumerate(row_R.tolist()):
-        live = requests.get(int(plan.uid_B[row]))
-        if live is None or live.constraint is None:
-            continue  # it ended in the step before: the device emits nothing for it
-        drafts = live.drafts[: int(plan.k_B[row])]
-        try:
-            mask_RWV[index, : 1 + len(drafts)] = live.constraint.masks(drafts)
-        except Exception as error:
-            failed.append((live, error))
-    return LateMasks(row_R, mask_RWV), failed

@@ -1,6 +1,6 @@
-"""What the scheduler reports beside plans: rows to publish and the rare events around them.
+"""What the scheduler reports: rows to publish, and requests admitted, preempted or ended.
 
-Plain data; never decides anything.
+Plain data.
 """
 
 from __future__ import annotations
@@ -13,35 +13,37 @@ from paceline.step import Ints, Longs, TokenLogprobs
 
 
 class TokenConstraint(Protocol):
-    """What may come next, for one request: a grammar, an automaton. Lives on the host.
+    """Which tokens may come next in one request, for example by a grammar. Runs on the host.
 
-    An exception of either method ends this request with an error, and no other.
+    If a method raises, this request ends with an error; others are not affected.
     """
 
     def masks(self, draft_ids: list[int]) -> Ints:
         """Allowed tokens as bits, [1 + len(draft_ids), ceil(V / 32)] int32.
 
-        Row j is the mask after the accepted tokens and draft_ids[:j]; where a draft cannot
-        follow, the rows after it are never used and may hold anything. Changes no state.
+        Row j is the mask after the accepted tokens and draft_ids[:j]. If a draft is not allowed,
+        the rows after it are not used and may hold anything. Changes no state.
         """
 
     def accept(self, tokens: list[int]) -> None:
-        """These tokens were committed, in order; a stop token may be the last one."""
+        """These tokens were committed, in order. The last may be a stop token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that ended without a row in a step: aborted, refused or failed."""
+    """A request that ended outside a step's result: aborted, refused or failed."""
 
     uid: int
     done: int  # request.Done
     reason: str = ""
-    error: str = ""  # class name in paceline.errors: refused, or the whole engine failed
+    error: str = (
+        ""  # class name in paceline.errors, if the request was refused or the engine failed
+    )
 
 
 @dataclass(slots=True)
 class Events:
-    """The rare things that happened since the events were last taken."""
+    """What happened since the events were last taken."""
 
     admitted: list[tuple[int, int]] = field(default_factory=list)  # uid, cached prompt tokens
     preempted: list[int] = field(default_factory=list)
@@ -50,10 +52,16 @@ class Events:
     def __bool__(self) -> bool:
         return bool(self.admitted or self.preempted or self.ended)
 
+    def take(self) -> Events:
+        """All of them; this object is empty afterwards."""
+        taken = Events(self.admitted, self.preempted, self.ended)
+        self.admitted, self.preempted, self.ended = [], [], []
+        return taken
+
 
 @dataclass(slots=True)
 class Emitted:
-    """The rows of one result that somebody still waits for."""
+    """The rows of one result whose requests have not ended."""
 
     step: int
     uid_B: Longs

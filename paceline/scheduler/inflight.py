@@ -1,6 +1,6 @@
-"""What the host knows of each slot while results are unknown: committed tokens and two bounds.
+"""The host's view of each slot while steps are in flight: committed tokens and length bounds.
 
-Never the truth about a running request: that lives on the device (state/slots.py).
+The true lengths live on the device (state/slots.py).
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ import numpy.typing as npt
 
 from paceline.step import Bools, Ints, RunnerInfo, StepPlan, StepResult
 
-NOBODY = -1
-FOREVER = 2**31 - 1
-Rows = npt.NDArray[np.intp]  # indices: what numpy gathers with fastest
+NO_REQUEST = -1  # the uid of a free slot
+UNLIMITED = 2**31 - 1
+Rows = npt.NDArray[np.intp]  # indices in the type that numpy gathers fastest with
 
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step, as the host remembers it until its result is there."""
+    """A launched step whose result has not been committed."""
 
     plan: StepPlan
-    slots: Rows  # slot of each row; the table's nobody row once the request has left it
-    samples_S: Bools  # slots that gain between 1 …
-    width_S: Ints  # … and this many tokens
+    slots: Rows  # slot of each row; the table's spare row once the request has left its slot
+    samples_S: Bools  # slots that gain at least one token in this step ...
+    width_S: Ints  # ... and at most this many
     strays: list[int] = field(default_factory=list)  # rows whose requests have left their slots
+    fresh_pages: list[int] = field(default_factory=list)  # cached from its launch on
 
 
 class SlotTable:
-    """Per-slot arrays. For a request in slot s, with n its true number of tokens on the device:
+    """Per-slot arrays. Let n be the true number of tokens of the request in slot s. Then
 
     committed_S[s] <= lower_S[s] <= n <= upper_S[s], until the device ends the request. In every
     sampling step in flight a row gains at least one token (lower) and at most 1 + k_i (upper).
 
-    Arrays have one row more than there are slots: results of requests that left their slots
-    land there, so that no row of a result needs to be picked out before it is added.
+    Arrays that take results have one spare row behind the slots. Results of requests that have
+    left their slots are added there, so that a result is added whole, without selecting rows.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
         self.num_slots = slots = info.num_slots
-        self.uid_S = np.full(slots + 1, NOBODY, np.int64)
+        self.uid_S = np.full(slots + 1, NO_REQUEST, np.int64)
         self._committed_S = np.zeros(slots + 1, np.int32)
         self.committed_S = self._committed_S[:-1]
-        # Over the sampling steps in flight: how many there are, and their widths summed up.
+        # Over the sampling steps in flight: their number, and the sum of their widths.
         self._num_sampling_S = np.zeros(slots, np.int32)
         self._width_S = np.zeros(slots, np.int32)
-        # The last position a token may come to lie at, from the launch of the last prefill chunk
-        # on; else -1: a slot decodes while its lower bound is not above.
+        # From the launch of the last prompt chunk on: the last position that a token may take.
+        # Before, and in free slots: -1. A slot decodes while lower_S <= last_S.
         self.last_S = np.full(slots, -1, np.int32)
-        # The length a decoding row may reach within its pages (and the drafter's lookahead).
-        self.page_room_S = np.full(slots, FOREVER, np.int32)
-        # Host mirror of committed tokens; a window may end past max_model_len before it is cut.
+        # The length that a decoding row can reach with its pages, drafter lookahead included.
+        self.page_room_S = np.full(slots, UNLIMITED, np.int32)
+        # Host copy of committed tokens. Cells past the count of a result are written too, so a
+        # row has room for a whole window past max_model_len.
         self.tokens_SL = np.empty((slots + 1, info.max_model_len + info.max_k + 1), np.int32)
         self.in_flight: deque[Flight] = deque()
         self._tokens_flat = self.tokens_SL.reshape(-1)
@@ -68,8 +70,8 @@ class SlotTable:
         return self.committed_S + self._width_S
 
     def occupy(self, slot: int, uid: int, tokens: Ints) -> None:
-        """A request takes the slot with these tokens, all still to be computed or cached."""
-        assert self.uid_S[slot] == NOBODY, f"slot {slot} belongs to request {self.uid_S[slot]}"
+        """A request takes the slot. `tokens` are all that it has."""
+        assert self.uid_S[slot] == NO_REQUEST, f"slot {slot} belongs to request {self.uid_S[slot]}"
         length = len(tokens)
         self.uid_S[slot] = uid
         self.committed_S[slot] = length
@@ -77,11 +79,11 @@ class SlotTable:
         self.tokens_SL[slot, :length] = tokens
 
     def vacate(self, slot: int) -> int:
-        """The slot is free at once. Returns how many of its rows are still in flight."""
-        assert self.uid_S[slot] != NOBODY, f"slot {slot} is free already"
-        self.uid_S[slot] = NOBODY
+        """Free the slot now. Returns how many of its rows are still in flight."""
+        assert self.uid_S[slot] != NO_REQUEST, f"slot {slot} is free already"
+        self.uid_S[slot] = NO_REQUEST
         self.last_S[slot] = -1
-        self.page_room_S[slot] = FOREVER
+        self.page_room_S[slot] = UNLIMITED
         num_strays = 0
         for flight in self.in_flight:
             rows = (flight.slots == slot).nonzero()[0]
@@ -97,18 +99,18 @@ class SlotTable:
         return self.tokens_SL[slot, : self.committed_S[slot]].copy()
 
     def launch(self, flight: Flight) -> None:
-        """Bounds move when a step is launched, before anybody knows what it did."""
+        """The bounds change at the launch, before the result is known."""
         self._num_sampling_S += flight.samples_S
         self._width_S += flight.width_S
         self.in_flight.append(flight)
 
     def commit(self, flight: Flight, result: StepResult) -> None:
-        """The oldest step's result is there: what it promised gives way to what it did."""
+        """Replace the bounds of the oldest step by what it did."""
         assert self.in_flight[0] is flight, "results out of order"
         self.in_flight.popleft()
         slots = flight.slots
         committed_B = self._committed_S.take(slots)
-        # Cells past the count hold -1 and are overwritten before anybody reads them.
+        # Cells past the count get -1 and are overwritten before they are read.
         at_B = self._row_start_S.take(slots)
         at_B += committed_B
         width = result.token_BW.shape[1]

@@ -1,25 +1,27 @@
-"""Who already computed this prefix: full pages by their tokens and everything before them.
+"""Finds pages that hold the KV of a known prefix. A key is a page's tokens and its whole prefix.
 
-Never holds a page against its pool: an unreferenced page may be evicted at any time.
+Takes no references: the pool may evict an unreferenced page at any time.
 """
 
 from __future__ import annotations
 
-from paceline.scheduler.blocks import PagePool
+from collections.abc import Iterable
+
+from paceline.scheduler.page_pool import PagePool
 from paceline.step import Ints
 
 ROOT = 0  # the chain value before the first page of every sequence
 
 
 class PrefixCache:
-    """A page is known by the chain value of the page before it and its own tokens, exactly.
+    """The key of a page is the chain value of the page before it and its own tokens.
 
-    A chain value is a number given to a page when it is registered, never used twice; so two
-    prefixes share one only if all their tokens are equal, and no hash can collide. A page whose
-    parent was evicted cannot be found any more and leaves when its turn comes.
+    Each page gets a new, unique chain value when it is registered. So two prefixes have the same
+    chain value only if all their tokens are equal, and no hash can collide. A page whose parent
+    was evicted cannot be found any more; it is evicted when its turn comes.
 
-    Where `num_successors` is 1, what a page holds depends on the token after it too, and that
-    token is part of its key.
+    With `num_successors` 1 the KV of a page also depends on the token after it (drafters that
+    read features), and that token is part of the key.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_successors: int = 0) -> None:
@@ -37,8 +39,8 @@ class PrefixCache:
         return len(self._page_of)
 
     def find(self, tokens: Ints, num_pages: int) -> tuple[list[int], int]:
-        """Pages that hold the longest known beginning of `tokens`, at most `num_pages`, and the
-        chain value after them. Takes no reference. `num_successors` tokens follow the last page."""
+        """The longest known prefix of `tokens`: at most `num_pages` pages, and the chain value
+        after them. `tokens` has `num_successors` more tokens than the pages hold."""
         pages: list[int] = []
         chain = ROOT
         size, seen = 4 * self._page_size, 4 * (self._page_size + self.num_successors)
@@ -52,11 +54,11 @@ class PrefixCache:
         return pages, chain
 
     def register(self, chain: int, tokens: Ints, pages: list[int]) -> int:
-        """`pages`, which somebody holds, contain (or will, in stream order) the KV of `tokens`
-        after the prefix of `chain`. Returns the chain value after them. `num_successors` more
-        tokens follow those of the last page.
+        """Register referenced pages whose KV, written or to be written by a launched step, is that
+        of `tokens` after the prefix of `chain`. Returns the chain value after them. `tokens` has
+        `num_successors` more tokens than the pages hold.
 
-        Where a page is known already, the first one stays.
+        If a key is known already, its first page stays.
         """
         page_of, key_of, chain_of = self._page_of, self._key_of, self._chain_of
         is_kept, newest = self.pool.is_kept, self._newest_chain
@@ -77,12 +79,20 @@ class PrefixCache:
         return chain
 
     def reset(self) -> None:
-        """Forget everything. Pages in use stay with their owners."""
+        """Forget everything. Requests keep the pages that they hold."""
         pages = list(self._page_of.values())
         self._page_of.clear()
         for page in pages:
             self._key_of[page] = None
             self.pool.forget(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """What these pages were to hold never came to be."""
+        for page in pages:
+            if (key := self._key_of[page]) is not None:
+                del self._page_of[key]
+                self._key_of[page] = None
+                self.pool.forget(page)
 
     def _drop(self, pages: range) -> None:
         for page in pages:

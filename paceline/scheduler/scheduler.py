@@ -1,32 +1,31 @@
-"""Which rows a step holds, and what its result means. Plans out, results in.
+"""Plans steps and commits their results: continuous batching with run-ahead.
 
-Never sees a device or text; never reads a token of a step in flight, only bounds.
+Never sees a device or text. It reads no token of a step in flight, only bounds.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidRequest, PromptTooLong
 from paceline.request import Done, EngineRequest
-from paceline.scheduler.commit import late_masks, trim_prompt_logprobs, without_rows
+from paceline.scheduler.allocator import Allocator
+from paceline.scheduler.commit import trim_prompt_logprobs, without_rows
+from paceline.scheduler.constraints import Constraints
 from paceline.scheduler.events import Emitted, Ended, Events, TokenConstraint
 from paceline.scheduler.inflight import Flight, Rows
-from paceline.scheduler.live import LiveRequest
-from paceline.scheduler.roster import Roster
+from paceline.scheduler.live_request import LiveRequest
+from paceline.scheduler.request_table import RequestTable
 from paceline.step import Bools, Ints, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching with run-ahead: plan() may be called before earlier commits.
+    """plan() may be called before the results of earlier plans are committed.
 
-    Every plan must be launched, and results come back to commit() in the same order.
+    Every plan must be launched, and results must reach commit() in the order of the plans.
     """
 
     def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
@@ -37,70 +36,120 @@ class Scheduler:
                 f"max_num_batched_tokens {self.budget} cannot hold {info.num_slots} rows of "
                 f"{info.max_k + 1} tokens; raise it or lower --max-num-seqs."
             )
-        self._roster = Roster(config, info)
-        self.table = self._roster.table
-        self._pages = self._roster.pages
-        self._draft_lengths = self._roster.draft_lengths
+        self._events = Events()
+        self._requests = RequestTable(info.num_slots)
+        self._allocator = Allocator(config, info, self._requests, self._events)
+        self._constraints = Constraints(
+            self._requests, self._allocator, self._events, info.vocab_size
+        )
+        self.table = self._allocator.slots
+        self._pages = self._allocator.pages
+        self._draft_lengths = self._allocator.draft_lengths
         self._is_priority = config.scheduler.scheduling_policy == "priority"
-        self._wasted_rows = 0
+        self._wasted_rows = 0  # since take_wasted_rows()
         self.num_steps = 0
         self.num_wasted_rows = 0
 
     # ---- requests
 
     def add(self, request: EngineRequest, constraint: TokenConstraint | None = None) -> None:
-        """Queue a request; raises InvalidRequest when it could never run."""
-        self._roster.add(request, constraint)
+        """Queue a request; raises InvalidRequest if it could never run."""
+        tokens: Ints = np.array(request.prompt_token_ids, np.int32)
+        self._check_length(len(tokens))
+        max_tokens, limit = request.params.max_tokens, self.max_len
+        max_len = limit if max_tokens is None else min(len(tokens) + max_tokens, limit)
+        key = (request.priority if self._is_priority else 0, request.uid)
+        live = LiveRequest(request, key, tokens, len(tokens), max_len, constraint)
+        self._requests.add(live)
+
+    def _check_length(self, length: int) -> None:
+        if length == 0:
+            raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
+        if length >= self.info.max_model_len:
+            raise PromptTooLong(
+                f"prompt has {length} tokens; this model serves {self.info.max_model_len} with at "
+                "least one for the output. Shorten it or raise --max-model-len.",
+                param="prompt",
+            )
+        if length >= self.max_len:
+            raise PromptTooLong(
+                f"prompt has {length} tokens; the KV cache of {self.info.num_pages} pages of "
+                f"{self.info.page_size} holds one request of {self.max_len} with at least "
+                "one for the output. Shorten it or raise --kv-cache-memory-bytes.",
+                param="prompt",
+            )
 
     def refuse(self, uid: int, reason: str, error: str) -> None:
-        """Report a request that add() raised for."""
-        self._roster.events.ended.append(Ended(uid, Done.ERROR, reason, error))
+        """Report a request for which add() raised."""
+        self._events.ended.append(Ended(uid, Done.ERROR, reason, error))
 
-    def abort(self, uid: int) -> None:
-        """End a request now. Rows in flight are dropped when they come."""
-        live = self._roster.requests.get(uid)
-        if live is not None:
-            self._roster.end(live)
-            self._roster.events.ended.append(Ended(uid, Done.ABORT))
+    def abort(self, uid: int) -> bool:
+        """End a request now. Results of its rows in flight are dropped when they arrive.
+
+        False: there is no such request.
+        """
+        live = self._requests.by_uid.get(uid)
+        if live is None:
+            return False
+        self._allocator.end(live)
+        self.report_abort(uid)
+        return True
+
+    def report_abort(self, uid: int) -> None:
+        """Tell that a request is over because it was aborted."""
+        self._events.ended.append(Ended(uid, Done.ABORT))
+
+    def drop_unwanted_steps(self) -> None:
+        """If no request is left that has a row in flight: let the device end these steps early.
+
+        Pages that they were to fill leave the prefix cache. A request that had found them there
+        would have a row in flight itself.
+        """
+        flights = self.table.in_flight
+        if any(uid in self._requests.by_uid for f in flights for uid in f.plan.uid_B.tolist()):
+            return
+        for flight in flights:
+            flight.plan.unwanted[0] = 1
+            self._pages.cache.forget(flight.fresh_pages)
 
     def end_all(self, done: Done, reason: str) -> None:
-        """The device failed: nothing in flight will come back."""
+        """The device failed: no step in flight will deliver a result."""
         self.table.in_flight.clear()
-        for live in list(self._roster.requests.values()):
-            self._roster.end(live)
-            self._roster.events.ended.append(Ended(live.uid, done, reason, "EngineDead"))
+        for live in list(self._requests.by_uid.values()):
+            self._allocator.end(live)
+            self._events.ended.append(Ended(live.uid, done, reason, "EngineDead"))
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Forget all cached prefixes. Running requests finish on their own pages, or are all
+        """Forget all cached prefixes. Running requests keep their pages, or are preempted and
         computed again from their tokens."""
         self._pages.cache.reset()
-        for live in self._roster.running():
+        for live in self._requests.running():
             self._pages.stop_registering(live)
             if preempt_running:
-                self._roster.preempt(live)
+                self._allocator.preempt(live)
 
     # ---- plan
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when no row can run before another result is committed."""
-        table, roster = self.table, self._roster
+        """The next step, or None if no row can run before another result is committed."""
+        table, requests, allocator = self.table, self._requests, self._allocator
         left_S = table.last_S - table.lower_S
         ready_S = left_S >= 0
-        # Drafts past the limit could never be emitted, whatever the true length is.
+        # A draft past the length limit could never be emitted, so it is not verified.
         k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S)
         bound_S = table.upper_S + k_S
         short = (bound_S > table.page_room_S).nonzero()[0]
-        num_before = roster.num_preemptions
+        num_before = allocator.num_preemptions
         if len(short):
-            roster.grow(short[ready_S[short]], bound_S)
+            allocator.grow(short[ready_S[short]], bound_S)
         if self._is_priority:
-            roster.make_room_for_head()
-        if roster.num_preemptions != num_before:
+            allocator.make_room_for_head()
+        if allocator.num_preemptions != num_before:
             ready_S &= table.last_S >= 0
         width_S = (k_S + 1) * ready_S
         chunks: list[tuple[LiveRequest, int]] = []
         admissions: list[SlotInit] = []
-        if roster.waiting.count or roster.prefilling:
+        if requests.waiting.count or requests.prefilling:
             chunks, admissions = self._prefill(self.budget - int(np.add.reduce(width_S)))
         slots = ready_S.nonzero()[0]
         if not len(slots) and not chunks:
@@ -109,33 +158,34 @@ class Scheduler:
         flight = self._assemble(slots, k_S, bound_S, chunks, ready_S, width_S)
         flight.plan.admissions = admissions
         flight.plan.page_appends = self._pages.take_appends()
+        flight.fresh_pages = self._pages.take_fresh()
         table.launch(flight)
         return flight.plan
 
     def plan_empty(self) -> StepPlan:
-        """A step without rows, for the sake of other replicas. Follows a plan() that gave None."""
+        """A step without rows, when plan() gave None and another replica has rows: its collectives
+        need every rank."""
         self.num_steps += 1
-        nobody, slots = np.zeros(self.info.num_slots, np.bool_), np.empty(0, np.intp)
-        none_S = np.zeros(self.info.num_slots, np.int32)
-        flight = self._assemble(slots, none_S, none_S, [], nobody, none_S)
+        no_slots, zeros_S = np.empty(0, np.intp), np.zeros(self.info.num_slots, np.int32)
+        flight = self._assemble(no_slots, zeros_S, zeros_S, [], zeros_S.astype(np.bool_), zeros_S)
         flight.plan.page_appends = self._pages.take_appends()
         self.table.launch(flight)
         return flight.plan
 
     def _prefill(self, budget: int) -> tuple[list[tuple[LiveRequest, int]], list[SlotInit]]:
-        """(request, chunk length) by order, of prompts under way and of admitted requests."""
-        roster = self._roster
+        """The prompt chunks of this step as (request, length), and the admissions they need."""
+        requests, allocator = self._requests, self._allocator
         chunks: list[tuple[LiveRequest, int]] = []
         admissions: list[SlotInit] = []
-        started = sorted(roster.prefilling.values(), key=lambda live: live.key, reverse=True)
+        started = sorted(requests.prefilling.values(), key=lambda live: live.key, reverse=True)
         while budget > 0:
-            head = roster.waiting.head() if roster.waiting.count else None
-            hit = roster.room_for(head) if head is not None else None
+            head = requests.waiting.head() if requests.waiting.count else None
+            hit = allocator.room_for(head) if head is not None else None
             if started and (head is None or hit is None or started[-1].key < head.key):
                 live = started.pop()
             elif head is not None and hit is not None:
                 live = head
-                admissions.append(roster.admit(live, hit))
+                admissions.append(allocator.admit(live, hit))
             else:
                 break
             length = min(len(live.tokens) - live.num_launched, budget)
@@ -156,7 +206,7 @@ class Scheduler:
         samples_S: Bools,
         width_S: Ints,
     ) -> Flight:
-        """Rows in order: those that decode or verify, then chunks."""
+        """The plan: rows that decode or verify (`slots`), then prompt chunks."""
         table = self.table
         k_B = k_S.take(slots)
         query_len_B = k_B + 1
@@ -171,9 +221,9 @@ class Scheduler:
                 if is_final:
                     width_S[live.slot] = 1
                     table.last_S[live.slot] = live.max_len - 1
-                    self._pages.begin_decode(live)
+                    self._pages.set_room(live)
                     k = max(k, int(wanted_S[live.slot]))
-                    del self._roster.prefilling[live.uid]
+                    del self._requests.prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
             k_B = _extended(k_B, [0] * len(chunks))
             query_len_B = _extended(query_len_B, [length for _, length in chunks])
@@ -188,26 +238,19 @@ class Scheduler:
             samples_B=samples_B,
             length_bound_B=bound_B,
         )
-        if self._roster.num_constrained:
-            plan.late_B = self._late_rows(slots, samples_B)
+        plan.late_B = self._constraints.late_rows(slots, samples_B)
         return Flight(plan, slots, samples_S, width_S)
-
-    def _late_rows(self, slots: Rows, samples_B: Bools) -> Bools | None:
-        owners = [self._roster.owner(slot) for slot in slots.tolist()]
-        late_B: Bools = np.array([live.constraint is not None for live in owners])
-        late_B &= samples_B
-        return late_B if late_B.any() else None
 
     # ---- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> Emitted:
-        """A result arrived. Returns the rows that somebody still waits for."""
+        """Take in the oldest result. Returns the rows whose requests have not ended."""
         table = self.table
         flight = table.in_flight[0]
         assert flight.plan is plan, "results out of order"
         assert result.step == plan.step, f"result {result.step} for plan {plan.step}"
         if result.prompt_logprobs:
-            result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._roster.requests)
+            result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._requests.by_uid)
         emitted = Emitted(
             result.step,
             plan.uid_B,
@@ -224,21 +267,21 @@ class Scheduler:
         table.commit(flight, result)
         self._draft_lengths.learn(flight.slots, plan.k_B, result)
         if plan.late_B is not None:
-            self._accept_constrained(flight, result)
+            self._constraints.accept_late_rows(flight, result)
         if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
-                    self._roster.end(self._roster.owner(slot))
+                    self._allocator.end(self._requests.owner(slot))
         if self.info.kv_window is not None:
-            self._pages.free_behind_window(self._roster.running())
+            self._pages.free_behind_window(self._requests.running())
         return emitted
 
     def _settle_strays(self, flight: Flight, result: StepResult) -> list[int]:
-        """Rows of requests that left their slots: output of preempted ones is kept, the rest is
-        wasted. Returns the rows that nobody waits for."""
+        """Rows whose requests left their slots after the launch. Output of a preempted request is
+        kept; rows of ended requests are wasted. Returns the wasted rows."""
         wasted = []
         for row in flight.strays:
-            live = self._roster.requests.get(int(flight.plan.uid_B[row]))
+            live = self._requests.by_uid.get(int(flight.plan.uid_B[row]))
             if live is None:
                 wasted.append(row)
                 continue
@@ -247,77 +290,42 @@ class Scheduler:
             live.drained += tokens
             live.num_draining -= 1
             is_done = bool(result.done_B[row])
-            is_accepted = self._accepts(live, tokens, is_done)
+            is_accepted = self._constraints.accept(live, tokens, is_done)
             if is_done:
-                self._roster.end(live)
+                self._allocator.end(live)
             elif is_accepted and live.num_draining == 0:
                 live.absorb_drained()
         self._wasted_rows += len(wasted)
         self.num_wasted_rows += len(wasted)
         return wasted
 
-    def _accept_constrained(self, flight: Flight, result: StepResult) -> None:
-        late_B = flight.plan.late_B
-        assert late_B is not None
-        assert result.draft_BK is not None, "a late step delivers its drafts"
-        for row in late_B.nonzero()[0].tolist():
-            slot = int(flight.slots[row])
-            if slot == self.table.num_slots:
-                continue
-            live = self._roster.owner(slot)
-            tokens = result.token_BW[row, : result.count_B[row]].tolist()
-            if self._accepts(live, tokens, bool(result.done_B[row])):
-                drafts = result.draft_BK[row].tolist()
-                live.drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
-
-    def _accepts(self, live: LiveRequest, tokens: list[int], is_done: bool) -> bool:
-        """Tell a request's constraint what was committed. Its failure ends that request only,
-        and does not matter when the request is over anyway."""
-        if live.constraint is not None and tokens:
-            try:
-                live.constraint.accept(tokens)
-            except Exception as error:
-                if not is_done:
-                    self._fail(live, error)
-                return False
-        return True
-
     def late_masks(self, plan: StepPlan) -> LateMasks:
-        """Masks of a late plan; every earlier result has been committed."""
+        """Masks of a plan with late rows; every earlier result has been committed."""
         assert self.table.in_flight[0].plan is plan, "masks before the previous commit"
-        masks, failed = late_masks(plan, self._roster.requests, self.info.vocab_size)
-        for live, error in failed:
-            self._fail(live, error)
-        return masks
+        return self._constraints.masks(plan)
 
-    def _fail(self, live: LiveRequest, error: Exception) -> None:
-        logger.warning("the constraint of request %d failed", live.uid, exc_info=error)
-        self._roster.end(live)
-        reason = f"the constraint of the request failed: {type(error).__name__}: {error}"
-        self._roster.events.ended.append(Ended(live.uid, Done.ERROR, reason))
-
-    # ---- what others may know
+    # ---- figures
 
     @property
     def max_len(self) -> int:
-        """The longest sequence, prompt and output, that can run here."""
+        """The longest sequence (prompt and output) that the KV cache and the model can hold."""
         return self._pages.max_len
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._roster.requests)
+        return len(self._requests.by_uid)
 
     @property
     def num_running(self) -> int:
-        return self._roster.num_running
+        return self._requests.num_running
 
     @property
     def num_preemptions(self) -> int:
-        return self._roster.num_preemptions
+        return self._allocator.num_preemptions
 
     @property
     def num_waiting(self) -> int:
-        return self._roster.waiting.count
+        return self._requests.waiting.count
 
     @property
     def kv_usage(self) -> float:
@@ -325,11 +333,10 @@ class Scheduler:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._roster.events)
+        return bool(self._events)
 
     def take_events(self) -> Events:
-        events, self._roster.events = self._roster.events, Events()
-        return events
+        return self._events.take()
 
     def take_wasted_rows(self) -> int:
         count, self._wasted_rows = self._wasted_rows, 0
@@ -347,14 +354,6 @@ class Scheduler:
             "prefix_cache_queried_tokens": cache.num_queried_tokens,
             "prefix_cache_hit_tokens": cache.num_hit_tokens,
         }
-
-    def pages_of(self, uid: int) -> list[int]:
-        """For tests: the pages that a request holds, in order."""
-        return list(self._roster.requests[uid].pages)
-
-    def check(self) -> None:
-        """For tests: everything the host keeps agrees with itself."""
-        self._roster.check()
 
 
 def _extended(values: Any, more: list[int]) -> Any:

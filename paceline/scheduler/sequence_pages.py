@@ -1,6 +1,6 @@
-"""The pages of each running request: hits, growth, names in the prefix cache, release.
+"""The page lists of running requests: prefix hits, growth, registration, release.
 
-Never chooses who runs; it says whether somebody fits.
+Says whether a request fits; the allocator decides which one runs.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.scheduler.inflight import FOREVER, SlotTable
-from paceline.scheduler.live import LiveRequest
+from paceline.scheduler.inflight import UNLIMITED, SlotTable
+from paceline.scheduler.live_request import LiveRequest
 from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
 
 logger = logging.getLogger(__name__)
-NEVER = 2**31 - 1
-NO_PAGE = -1  # in a page list: given back while its owner runs
-MOST_AHEAD = 64  # pages held in advance while there are plenty
+NEVER = 2**31 - 1  # as num_hashed: this request registers no pages
+NO_PAGE = -1  # in a page list: a page given back while the request runs
+MOST_AHEAD = 64  # the most pages that a request holds in advance
 
 
 class SequencePages:
-    """Page lists by request, the pool and the prefix cache behind them."""
+    """Owns the page pool and the prefix cache; the lists themselves are in LiveRequest.pages."""
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, table: SlotTable) -> None:
         self.page_size = info.page_size
-        # A drafter that reads features has, at a page's last position, KV of the token after it.
+        # With a drafter that reads features, the KV at a page's last position depends on the next
+        # token.
         num_successors = int(info.draft_reads_features)
         self.cache = PrefixCache(info.num_pages, info.page_size, num_successors)
         self.pool = self.cache.pool
@@ -36,12 +37,12 @@ class SequencePages:
         self._max_model_len = info.max_model_len
         self._lookahead = info.draft_lookahead
         self._window = info.kv_window
-        # Positions a window and the drafter may write past the newest token.
+        # Positions past the newest token that a step (window and drafter) may write.
         self._overhang = info.max_k + info.draft_lookahead
         self._max_row_appends = info.max_row_appends or NEVER
         pool_len = info.num_pages * info.page_size
-        # The longest sequence that can run alone: its newest token may still be followed by a
-        # window and the drafter's lookahead, except at the model's own end.
+        # The longest sequence that can run alone. A step may write `overhang` positions past its
+        # newest token, except at max_model_len.
         self.max_len = info.max_model_len
         if pool_len < info.max_model_len:
             self.max_len = max(pool_len - self._overhang + 1, 0)
@@ -52,15 +53,16 @@ class SequencePages:
                 info.max_model_len,
                 self.max_len,
             )
-        # New page table entries since the last plan.
+        # New page table entries since the last plan, as three parallel lists.
         self._append_slots: list[int] = []
         self._append_indices: list[int] = []
         self._append_pages: list[int] = []
+        self._fresh_pages: list[int] = []  # that the plan's chunks fill
 
     # ---- admission
 
     def find_hit(self, live: LiveRequest) -> list[int]:
-        """Cached pages of a waiting request's beginning; at least one token stays to compute."""
+        """Cached pages of a waiting request's prefix. At least one token is left to compute."""
         live.chain = ROOT
         if not self._is_caching or live.wants_prompt_logprobs:
             return []
@@ -69,13 +71,13 @@ class SequencePages:
         return pages
 
     def fits(self, live: LiveRequest, hit: list[int], headroom: int) -> bool:
-        """Whether the rest of the request's pages can be had, and `headroom` more for others."""
+        """Whether the pages that the request lacks, and `headroom` more, are available."""
         num_idle = sum(self.pool.num_refs(page) == 0 for page in hit)
         missing = self._num_initial_pages(live) - len(hit)
         return missing + num_idle + headroom <= self.pool.num_available
 
     def admit(self, live: LiveRequest, hit: list[int], num_ahead: int) -> None:
-        """All pages up to the end of prefill and the drafter's lookahead after it."""
+        """Take all pages up to the end of the prompt and the drafter's lookahead after it."""
         for page in hit:
             self.pool.share(page)
         end = min(live.max_len - 1 + self._overhang, self._max_model_len)
@@ -99,47 +101,47 @@ class SequencePages:
 
     # ---- growth
 
-    def begin_decode(self, live: LiveRequest) -> None:
-        """From its last chunk on, a request must be watched for page ends."""
-        self._watch(live)
-
-    def _watch(self, live: LiveRequest) -> None:
+    def set_room(self, live: LiveRequest) -> None:
+        """Set the length at which the request needs new pages."""
         num_pages = len(live.pages)
         self._table.page_room_S[live.slot] = (
-            num_pages * self.page_size - self._lookahead if num_pages < live.most_pages else FOREVER
+            num_pages * self.page_size - self._lookahead
+            if num_pages < live.most_pages
+            else UNLIMITED
         )
 
     def num_missing(self, live: LiveRequest, length: int) -> int:
-        """Pages that the request lacks to reach `length` and the drafter's lookahead."""
+        """Pages that the request lacks for `length` and the drafter's lookahead."""
         wanted = (length + self._lookahead + self.page_size - 1) // self.page_size
         return min(wanted, live.most_pages) - len(live.pages)
 
     def num_ahead(self, num_running: int) -> int:
-        """Pages a request may hold in advance, while the pool is far from full: they keep its
-        run in one piece, and there are fewer page table entries to send. reclaim() takes them
-        back before anybody has to wait or give way for them."""
+        """Pages that a request may hold in advance while the pool is far from full. They keep its
+        pages consecutive, and page table entries are sent less often. reclaim() takes them back
+        before a request has to wait or is preempted."""
         return min(MOST_AHEAD, self.pool.num_available // (2 * num_running + 2))
 
     def grow(self, live: LiveRequest, length: int, num_ahead: int = 0) -> bool:
-        """Pages for `length` and the lookahead; False when there are not enough."""
+        """Take pages for `length` and the lookahead. False if there are not enough."""
         pages = live.pages
         index = len(pages)
         count = self.num_missing(live, length)
         ahead = min(num_ahead, live.most_pages - index - count, self._max_row_appends - count)
-        # What a row needs it gets, even if its packet then complains.
+        # The limit of appends per row cuts only pages in advance. If the row needs more than that,
+        # the packet refuses the step.
         fresh = self.pool.allocate(count, pages[-1], max(ahead, 0))
         if fresh is None:
             return False
         pages += fresh
-        self._watch(live)
+        self.set_room(live)
         self._append_slots += [live.slot] * len(fresh)
         self._append_indices += range(index, len(pages))
         self._append_pages += fresh
         return True
 
     def reclaim(self, running: Sequence[LiveRequest]) -> bool:
-        """Take back pages held in advance: those past what steps in flight, and the one being
-        planned, may write. True when there were any."""
+        """Take back pages held in advance: those that neither the steps in flight nor the step
+        being planned can write. True if there were any."""
         upper_S = self._table.upper_S
         num_before = self.pool.num_available
         for live in running:
@@ -150,7 +152,7 @@ class SequencePages:
                 self.pool.release(live.pages[keep:])
                 del live.pages[keep:]
                 if self._table.last_S[live.slot] >= 0:
-                    self._watch(live)
+                    self.set_room(live)
         return self.pool.num_available > num_before
 
     def take_appends(self) -> PageAppends | None:
@@ -166,9 +168,10 @@ class SequencePages:
         return appends
 
     def release(self, live: LiveRequest) -> None:
-        """The request leaves its slot: its pages are free (or idle in the cache) at once.
+        """The request leaves its slot: its pages become free, or idle in the prefix cache.
 
-        Steps in flight may still write them; whoever gets them next is launched later.
+        Steps in flight may still write them. That is safe: the next owner's steps are launched
+        later and run after them.
         """
         self._register_committed(live)
         self.pool.release(live.pages[live.num_freed :])
@@ -176,15 +179,15 @@ class SequencePages:
         self._drop_appends(live.slot, 0)
 
     def free_behind_window(self, running: Sequence[LiveRequest]) -> None:
-        """Give back pages that no layer will read again, whatever becomes of steps in flight: by
-        committed progress, or by launched chunks of a prompt, never by what may be accepted.
+        """Sliding window: give back pages that no future step can read.
 
-        Steps in flight may still read them; whoever gets them next is launched later. They keep
-        their names in the prefix cache: a hit is a prefix that is there from its first token on.
+        Progress is what was committed, or for a prompt what was launched; drafts in flight do not
+        count. Steps in flight may still read the pages, and the next owner's steps run after
+        them. The pages stay in the prefix cache.
         """
         assert self._window is not None
         for live in running:
-            # The lowest position that a step planned from now on can begin at.
+            # The first position of the next step that will be planned.
             position = live.num_launched
             if position >= len(live.tokens):
                 position = int(self._table.committed_S[live.slot]) - 1
@@ -198,7 +201,7 @@ class SequencePages:
             live.pages[first:num_dead] = [NO_PAGE] * (num_dead - first)
 
     def _drop_appends(self, slot: int, first: int) -> None:
-        """Forget entries of this plan that are not to be."""
+        """Drop new entries of a slot from index `first` on."""
         if slot in self._append_slots:
             entries = zip(self._append_slots, self._append_indices, strict=True)
             stays = [i for i, (at, index) in enumerate(entries) if at != slot or index < first]
@@ -206,19 +209,25 @@ class SequencePages:
             self._append_indices = [self._append_indices[i] for i in stays]
             self._append_pages = [self._append_pages[i] for i in stays]
 
-    # ---- names in the prefix cache
+    # ---- registration in the prefix cache
 
     def register_launched(self, live: LiveRequest) -> None:
-        """A chunk was planned: pages that it fills hold their final content in stream order."""
+        """A chunk was planned: register the pages that it fills. Later steps run after it."""
         num_known = min(live.num_launched, len(live.tokens) - self.cache.num_successors)
         num_full = num_known // self.page_size
         if num_full > live.num_hashed:
+            self._fresh_pages += live.pages[live.num_hashed : num_full]
             self._register(live, live.tokens, num_full)
 
+    def take_fresh(self) -> list[int]:
+        """Pages that got their names since the last plan, and whose content is to be computed."""
+        fresh, self._fresh_pages = self._fresh_pages, []
+        return fresh
+
     def _register_committed(self, live: LiveRequest) -> None:
-        """Output pages are registered when the request leaves its slot: until then nobody is
-        likely to ask for them. Those whose positions are all below the committed length - 1 are
-        complete; before the last chunk is launched the prompt's own are known already."""
+        """Output pages are registered when the request leaves its slot; earlier a hit is unlikely.
+        Pages whose positions are all below the committed length - 1 are complete. Before the last
+        chunk is launched there is no output, and prompt pages are registered already."""
         slot = live.slot
         if live.num_launched < len(live.tokens):
             return
@@ -235,7 +244,7 @@ class SequencePages:
         live.num_hashed = num_full
 
     def stop_registering(self, live: LiveRequest) -> None:
-        """After a reset: what this request computes builds on what was to be forgotten."""
+        """After a cache reset: register no more pages of this request."""
         live.num_hashed = NEVER
 
     def table_of(self, live: LiveRequest) -> Ints:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from paceline.config import EngineConfig
-from paceline.parallel.placement import Seat
+from paceline.parallel.placement import RankPlace
 from paceline.runner.finding import Progress
 from paceline.runner.startup_cuda import build_fixed_runner
 from paceline.step import Runner
@@ -15,9 +15,9 @@ from paceline.step import Runner
 FIXED = f"{__name__}:build_fixed"
 
 
-def build_fixed(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+def build_fixed(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
     """What a GPU would run, with the kernels' references and no graphs."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=False))
-    return build_fixed_runner(sized, progress, seat, torch.device("cpu"))
+    return build_fixed_runner(sized, progress, place, torch.device("cpu"))

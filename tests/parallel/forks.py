@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ class Nursery:
     """The prepared process. It has one thread, so that forking it is safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tests.parallel.forks", str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -44,8 +46,9 @@ class Nursery:
             )
 
     def ask(self, question: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
-        socket.send_fds(self._socket, [json.dumps(question).encode()], list(descriptors))
-        return json.loads(self._socket.recv(_MAX_BYTES))
+        with self._lock:  # an engine's watch asks too
+            socket.send_fds(self._socket, [json.dumps(question).encode()], list(descriptors))
+            return json.loads(self._socket.recv(_MAX_BYTES))
 
     def close(self) -> None:
         self._socket.close()
@@ -61,7 +64,7 @@ def nursery() -> Nursery:
 
 
 class Forked:
-    """A function, named as "module:function", in a process of its own; what Popen has is here."""
+    """A function, named as "module:function", in a new process, with the interface of Popen."""
 
     def __init__(
         self,
@@ -102,12 +105,12 @@ class Forked:
 
 
 def _forked_rank(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Forked:
-    # The arguments of the bootstrap: descriptor, factory, post, whether it is alone, sys.path.
+    # The arguments of the bootstrap: descriptor, factory, post, the front's pid, sys.path.
     fd, factory, post = command[command.index("-c") + 2 :][:3]
     return Forked(
         "paceline.engine.worker:main",
         *(int(fd), factory, post),
-        keywords={"die_with_parent": False},
+        keywords={"parent": None},
         descriptors=[(fd, fd) for fd in pass_fds],
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.parallel.groups import GroupOptions, Groups, open_groups
-from paceline.parallel.placement import Layout, Seat
+from paceline.parallel.placement import Layout, RankPlace
 from tests.parallel.forks import Forked
 
 TIMEOUT_S = 200
@@ -47,11 +47,16 @@ def _wait(processes: list[Forked]) -> list[int]:
     return [i for i, process in enumerate(processes) if process.poll() is None]
 
 
+def place_in(folder: Path, rank: int, layout: Layout) -> RankPlace:
+    """A rank that meets the others in files of a folder."""
+    return RankPlace(rank, layout, str(folder / "store"), str(folder / "collectives"))
+
+
 def open_checked(rank: int, layout: Layout, folder: Path, **options: Any) -> Groups:
-    """The groups of one layout; `folder` is its own, and made by whoever comes first."""
+    """The groups of one layout; `folder` belongs to it; the first rank creates it."""
     folder.mkdir(parents=True, exist_ok=True)
     return open_groups(
-        Seat(rank, layout, str(folder)), GroupOptions(timeout_s=30, checks=True, **options)
+        place_in(folder, rank, layout), GroupOptions(timeout_s=30, checks=True, **options)
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.parallel.collectives import Group
-from paceline.parallel.placement import Seat
+from paceline.parallel.placement import RankPlace
 from paceline.runner.finding import Loader, Progress
 from paceline.runner.startup import build_runner
 from paceline.step import InFlightStep, Runner, StepPlan
@@ -24,15 +24,16 @@ OTHER_SHAPE = f"{__name__}:build_other_shape"
 OTHER_SEED = f"{__name__}:build_other_seed"
 SLOW_LEADER = f"{__name__}:build_slow_leader"
 SLOW_LOADER = f"{__name__}:build_slow_loader"
+STUCK_DEVICE = f"{__name__}:build_stuck_device"
 STUCK_LEADER = f"{__name__}:build_stuck_leader"
 STEP = 5
 
 
-def build_other_shape(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+def build_other_shape(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
     """Rank 1 brings one row more to the collectives of a step."""
-    runner: Any = build_runner(config, progress, seat)
+    runner: Any = build_runner(config, progress, place)
     groups = runner._device.groups
-    if seat.rank == 1:
+    if place.rank == 1:
         for group in (groups.tp, groups.dp):
             _spoil(group)
     return runner  # type: ignore[no-any-return]
@@ -52,10 +53,10 @@ def _spoil(group: Group) -> None:
     spoilt.all_reduce = with_one_row_more(group.all_reduce)
 
 
-def build_slow_leader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+def build_slow_leader(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
     """Fixed shapes, where a launch ends with its collectives; rank 0 is late with each next one."""
-    runner: Any = build_fixed(config, progress, seat)
-    if seat.rank == 0:
+    runner: Any = build_fixed(config, progress, place)
+    if place.rank == 0:
         launch = runner.launch
 
         def late(plan: StepPlan) -> InFlightStep:
@@ -67,10 +68,10 @@ def build_slow_leader(config: EngineConfig, progress: Progress, seat: Seat) -> R
     return runner  # type: ignore[no-any-return]
 
 
-def build_stuck_leader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
-    """Rank 0 stands still between two steps, outside of any collective."""
-    runner: Any = build_runner(config, progress, seat)
-    if seat.rank == 0:
+def build_stuck_leader(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
+    """Rank 0 hangs between two steps, outside of any collective."""
+    runner: Any = build_runner(config, progress, place)
+    if place.rank == 0:
         launch = runner.launch
 
         def stuck(plan: StepPlan) -> InFlightStep:
@@ -83,9 +84,23 @@ def build_stuck_leader(config: EngineConfig, progress: Progress, seat: Seat) -> 
     return runner  # type: ignore[no-any-return]
 
 
-def build_slow_loader(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+def build_stuck_device(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
+    """The device thread never comes back from a step."""
+    runner: Any = build_runner(config, progress, place)
+    launch = runner.launch
+
+    def stuck(plan: StepPlan) -> InFlightStep:
+        if plan.step == STEP:
+            runner._jobs.put(lambda: time.sleep(600))
+        return launch(plan)  # type: ignore[no-any-return]
+
+    runner.launch = stuck
+    return runner  # type: ignore[no-any-return]
+
+
+def build_slow_loader(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
     """Rank 1 needs longer to read each model than the others would wait for it in a step."""
-    if seat.rank == 1:
+    if place.rank == 1:
         loader: Any = Loader
         load = loader._decoder
 
@@ -94,13 +109,13 @@ def build_slow_loader(config: EngineConfig, progress: Progress, seat: Seat) -> R
             return load(*arguments)
 
         loader._decoder = load_late
-    return build_runner(config, progress, seat)
+    return build_runner(config, progress, place)
 
 
-def build_other_seed(config: EngineConfig, progress: Progress, seat: Seat) -> Runner:
+def build_other_seed(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
     """Rank 1 draws from another seed."""
-    runner: Any = build_runner(config, progress, seat)
-    if seat.rank == 1:
+    runner: Any = build_runner(config, progress, place)
+    if place.rank == 1:
         launch = runner.launch
 
         def launch_otherwise(plan: StepPlan) -> InFlightStep:

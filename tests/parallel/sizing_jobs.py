@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig
-from paceline.parallel.placement import Seat, layout_of
+from paceline.parallel.placement import layout_of
 from paceline.runner.startup import build_runner
 from paceline.step import RunnerInfo
+from tests.parallel.ranks import place_in
 
 
 def start(rank: int, folder: Path) -> dict[str, RunnerInfo]:
@@ -21,8 +22,8 @@ def start(rank: int, folder: Path) -> dict[str, RunnerInfo]:
         config = EngineConfig.from_keywords(**own)
         meet = folder / name
         meet.mkdir(exist_ok=True)
-        seat = Seat(rank, layout_of(config), str(meet))
-        runner = build_runner(config, lambda stage, share: None, seat)
+        place = place_in(meet, rank, layout_of(config))
+        runner = build_runner(config, lambda stage, share: None, place)
         found[name] = runner.info
         runner.close()
     return found

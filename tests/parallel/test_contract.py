@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.parallel.contract import Board, Contract
+from paceline.errors import EngineDead
+from paceline.parallel.contract import CollectiveLog, Contract
 from paceline.parallel.groups import GroupOptions, open_groups
-from paceline.parallel.placement import Layout, Seat
-from paceline.step import Extent
-from tests.parallel.ranks import run_ranks
+from paceline.parallel.placement import Layout, RankPlace
+from paceline.step import StepSize
+from tests.parallel.ranks import place_in, run_ranks
 
 _JOBS = "tests.parallel.contract_jobs"
 
@@ -48,23 +51,23 @@ def test_a_mismatch_names_the_step_the_phase_and_both_rows(tmp_path: Path) -> No
 
 def test_a_wait_has_a_deadline_and_says_who_was_late_and_where(tmp_path: Path) -> None:
     said = run_ranks(f"{_JOBS}:stay_away", 2, tmp_path)[0]
-    assert 1.0 < float(said.split()[0]) < 3.5
-    assert re.search(r"rank 0 waited in vain for 1\.[5-9] s in step 3, draft 1", said)
+    found = re.search(r"rank 0 waited in vain for (\d+\.\d) s in step 3, draft 1", said)
+    assert found is not None, said
+    assert float(found[1]) >= 1.5
     assert "rank 1 at [step 3, target: all_gather over tp of float32 [1]]" in said
 
 
-def test_a_rank_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_is_noticed_before_the_deadline(tmp_path: Path) -> None:
     said = run_ranks(f"{_JOBS}:die", 2, tmp_path)[0]
-    assert float(said.split()[0]) < 10
-    assert "Connection" in said  # closed, or reset: as the other end happens to be seen
+    assert "Connection" in said, "it waited in vain instead"  # closed or reset, whichever is seen
 
 
-def test_leaders_agree_on_room_for_everybody(tmp_path: Path) -> None:
+def test_leaders_agree_on_room_for_all_replicas(tmp_path: Path) -> None:
     found = run_ranks(f"{_JOBS}:agreements", 4, tmp_path)
     assert [x["least"] for x in found] == [97] * 4
     assert found[0]["agreed"] == found[2]["agreed"]
     first, second = found[0]["agreed"]
-    assert first.extent == Extent(5, 7, 3, 4, 2, False, False)
+    assert first.step_size == StepSize(5, 7, 3, 4, 2, False, False)
     assert (first.has_plan, first.is_unfinished, first.is_draining) == (True, True, False)
     assert not second.has_plan
     assert second.has_spare_time
@@ -74,27 +77,41 @@ def test_leaders_agree_on_room_for_everybody(tmp_path: Path) -> None:
 def test_seats_say_who_shares_what() -> None:
     layout = Layout(2, 3, True)
     assert layout.leaders() == [0, 2, 4]
-    seat = Seat(3, layout)
-    assert (seat.tp_rank, seat.dp_rank, seat.is_leader) == (1, 1, False)
-    assert seat.tp_ranks() == [2, 3]
-    assert seat.dp_ranks() == [1, 3, 5]
+    place = RankPlace(3, layout)
+    assert (place.tp_rank, place.dp_rank, place.is_leader) == (1, 1, False)
+    assert place.tp_ranks() == [2, 3]
+    assert place.dp_ranks() == [1, 3, 5]
 
 
 def test_the_board_shows_what_a_rank_did_last(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 2)
-    contract = Contract(1, board)
-    assert Board(tmp_path / "board", 2).latest(1) == ("nothing yet", 0.0)
+    log = CollectiveLog(str(tmp_path / "collectives"), 2)
+    contract = Contract(1, log)
+    assert CollectiveLog(str(tmp_path / "collectives"), 2).latest(1) == ("nothing yet", 0.0)
     for step in range(9):
         contract.step, contract.phase = step, "target"
         contract.enter("dp", [0, 1], "all_gather", "float32 [1]")
-    text, age_s = Board(tmp_path / "board", 2).latest(1)
+    text, age_s = CollectiveLog(str(tmp_path / "collectives"), 2).latest(1)
     assert text == "step 8, target: all_gather over dp of float32 [1]"
     assert age_s < 5
 
 
+def test_a_board_that_finds_no_room_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file that was only made longer ends the process at the first write."""
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    path = str(tmp_path / "collectives")
+    with pytest.raises(EngineDead, match=rf"{path}, .* its \d+ bytes: No space left on device"):
+        CollectiveLog(path, 2)
+
+
 def test_a_rank_that_talks_to_itself_leaves_nothing_to_look_for(tmp_path: Path) -> None:
     """Its store is in memory: NCCL's threads would wait for a file that is gone."""
-    groups = open_groups(Seat(0, Layout(), str(tmp_path)), GroupOptions(forces=True))
+    groups = open_groups(place_in(tmp_path, 0, Layout()), GroupOptions(forces=True))
     assert groups.tp.all_reduce(torch.ones(3)).tolist() == [1, 1, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["board"]
+    assert [path.name for path in tmp_path.iterdir()] == ["collectives"]
     groups.close()

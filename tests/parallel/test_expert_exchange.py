@@ -1,4 +1,4 @@
-"""Experts spread over real ranks give what one rank gives, whoever is idle; what travels."""
+"""Experts spread over real ranks give what one rank gives, with idle ranks too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CollectiveError, ConfigError
-from paceline.kernels.experts import ExpertWeights, apply_experts
-from paceline.kernels.routing import Routing, route
+from paceline.kernels.experts.reference import ExpertWeights, Routing, apply_experts, route
 from paceline.parallel.collectives import SOLO, Group
 from paceline.parallel.contract import Contract
 from paceline.parallel.expert_exchange import AllToAll, ExpertExchange, GatherScatter, RoutedRows
@@ -39,7 +38,7 @@ class Pass(NamedTuple):
     most: int | None  # what the ranks agreed on
     dtype: torch.dtype = torch.float32
     nan_row: int | None = None  # of every replica
-    favourite: int | None = None  # an expert that everybody takes
+    favourite: int | None = None  # an expert that every row takes
     has_part: bool = False
 
 
@@ -49,8 +48,8 @@ PASSES = {
     "one alone": Pass((5, 0, 0, 0), 5),
     "the last alone": Pass((0, 2, 0, 1), 2),
     "padded everywhere": Pass((3, 2, 1, 0), 8),
-    "nobody": Pass((0, 0, 0, 0), 0, has_part=True),
-    "nobody, fixed shape": Pass((0, 0, 0, 0), 4),
+    "no rows": Pass((0, 0, 0, 0), 0, has_part=True),
+    "no rows, fixed shape": Pass((0, 0, 0, 0), 4),
     "nan": Pass((4, 3, 2, 4), 5, nan_row=1),
     "all to one": Pass((4, 7, 0, 1), 7, favourite=5),
     "half": Pass((3, 1, 0, 2), 4, dtype=torch.bfloat16),
@@ -198,7 +197,7 @@ def member(name: str, size: int, rank: int) -> Group:
 
 
 @pytest.mark.parametrize("kind", [GatherScatter, AllToAll])
-def test_shares_are_even_in_rank_order_and_leave_nobody_out(
+def test_shares_are_even_in_rank_order_and_every_rank_has_one(
     kind: type[GatherScatter] | type[AllToAll],
 ) -> None:
     places = [(d, t) for d in range(3) for t in range(2)]  # rank = replica * tp + place

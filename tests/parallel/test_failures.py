@@ -1,4 +1,4 @@
-"""What a user sees when ranks disagree or one of them stands still: who, where, and the end."""
+"""What a user sees if ranks disagree or one of them hangs: which rank, where, and the end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from tests.parallel.saboteur import (
     OTHER_SHAPE,
     SLOW_LEADER,
     SLOW_LOADER,
+    STEP,
+    STUCK_DEVICE,
     STUCK_LEADER,
 )
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("_forks")
 
@@ -39,6 +42,7 @@ STALL_S = 2.0
 def client_of(
     workshop: Workshop, layout: str, factory: str = DEFAULT_FACTORY, **options: Any
 ) -> Iterator[EngineClient]:
+    """A `layout` "" is one rank."""
     config = EngineConfig.from_keywords(
         model=workshop.target_folder("mixtral"),
         dtype="float32",
@@ -46,7 +50,7 @@ def client_of(
         max_num_seqs=4,
         max_num_batched_tokens=64,
         cpu_threads=1,
-        **LAYOUTS[layout],
+        **(LAYOUTS[layout] if layout else {}),
         **options,
     )
     client = EngineClient.start(config, factory=factory)
@@ -65,8 +69,8 @@ def submit(client: EngineClient, max_tokens: int, temperature: float = 0) -> Str
     return stream
 
 
-def assert_all_gone(pids: list[int], within_s: float = 5.0) -> None:
-    give_up_s = time.monotonic() + within_s
+def assert_all_gone(pids: list[int]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
     assert all(wait_gone(pid, max(0.0, give_up_s - time.monotonic())) for pid in pids)
 
 
@@ -108,7 +112,7 @@ def test_ranks_that_disagree_end_with_the_step_the_phase_and_both_rows(
 def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
     layout: str, victim: int, checks: bool, workshop: Workshop
 ) -> None:
-    """Of four ranks too, though the others, who only wait, look the same on the board."""
+    """Of four ranks too, though the others, who only wait, look the same in the collective log."""
     options: dict[str, Any] = {"stall_timeout": STALL_S, "check_collectives": checks}
     with client_of(workshop, layout, **options) as client:
         pids = client.engine_pids
@@ -116,24 +120,22 @@ def test_a_rank_that_stands_still_is_named_with_its_phase_and_all_ranks_end(
         while len(stream.token_ids()) < 5:
             client.pump(1.0)
         os.kill(pids[victim], signal.SIGSTOP)
-        began_s = time.monotonic()
         with pytest.raises(EngineDead) as caught:
             pump_for_ever(client)
-        assert STALL_S / 2 < time.monotonic() - began_s < STALL_S + 4
         said = str(caught.value)
         others = "".join(str(rank) for rank in range(len(pids)) if rank != victim)
         assert re.search(
             rf"gone: rank {victim} \(replica \d\) did not answer; rank [{others}] ", said
         )
-        waited = (
-            rf"rank [{others}] waited in vain for {STALL_S:.0f}\.\d s in step \d+, \w+; last seen: "
-        )
-        assert re.search(rf"{waited}.*rank {victim} at \[step \d+, \w+: ", said)
+        waited = rf"rank [{others}] waited in vain for (\d+\.\d) s in step \d+, \w+; last seen: "
+        found = re.search(rf"{waited}.*rank {victim} at \[step \d+, \w+: ", said)
+        assert found is not None, said
+        assert float(found[1]) >= STALL_S
         assert_all_gone(pids)
 
 
-def test_a_leader_that_stands_still_between_two_steps_is_missed(workshop: Workshop) -> None:
-    """No collective is under way then: its peers wait for a plan. At rest it shows itself."""
+def test_a_leader_that_hangs_between_two_steps_says_so_itself(workshop: Workshop) -> None:
+    """No collective is under way then: its peers wait for a plan, and give it longer."""
     with client_of(workshop, "tp2", STUCK_LEADER, stall_timeout=STALL_S) as client:
         pids = client.engine_pids
         stream = submit(client, 1)
@@ -142,9 +144,18 @@ def test_a_leader_that_stands_still_between_two_steps_is_missed(workshop: Worksh
         submit(client, 30)
         with pytest.raises(EngineDead) as caught:
             pump_for_ever(client)
-        said = str(caught.value)
-        assert "gone: rank 0 (replica 0) did not answer; rank 1 (replica 0): " in said
-        assert f"the leader of this replica has sent nothing for {2 * STALL_S:g} s" in said
+        assert "gone: rank 0 (replica 0): step 5 has not come back for" in str(caught.value)
+        assert_all_gone(pids)
+
+
+def test_a_device_step_that_never_ends_is_named(workshop: Workshop) -> None:
+    """Of a rank that is alone: there is no other one to miss it."""
+    with client_of(workshop, "", STUCK_DEVICE, stall_timeout=STALL_S) as client:
+        pids = client.engine_pids
+        stream = submit(client, 30)
+        with pytest.raises(EngineDead, match=rf"step {STEP} has not come back for .*'wait'"):
+            pump_for_ever(client)
+        assert stream.last().finish_reason == "error"
         assert_all_gone(pids)
 
 
@@ -156,10 +167,9 @@ def test_a_leader_that_freezes_while_all_rest_is_missed(layout: str, workshop: W
         pump_until_finished(client, submit(client, 3))
         time.sleep(STALL_S)  # longer than two pulses: all sleep
         os.kill(pids[0], signal.SIGSTOP)
-        began_s = time.monotonic()
-        with pytest.raises(EngineDead, match=r"gone: rank 0 \(replica 0\) did not answer; rank 1 "):
+        # Its peer says so, or the front, which waits about as long.
+        with pytest.raises(EngineDead, match=r"gone: rank 0 \(replica 0\)(:| did not answer;) "):
             pump_for_ever(client)
-        assert time.monotonic() - began_s < 2 * STALL_S + 6
         assert_all_gone(pids)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.parallel.collectives import SOLO, Group
 from paceline.parallel.lockstep import HostLockstep
-from paceline.step import Extent, Wish
+from paceline.step import StepProposal, StepSize
 
 
 @pytest.mark.trap("C13")
@@ -28,10 +28,10 @@ def test_the_agreement_never_touches_a_device(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, name, touched)
     for name in ("cuda", "pin_memory", "to", "cpu", "item"):
         monkeypatch.setattr(Tensor, name, touched)
-    extent = Extent(9, 8, 4, 3, 2, False, True)
+    step_size = StepSize(9, 8, 4, 3, 2, False, True)
     lockstep = HostLockstep(SOLO)
-    agreed = lockstep.agree(Wish(extent, has_plan=True, is_unfinished=True))
-    assert agreed.extent == extent
+    agreed = lockstep.agree(StepProposal(step_size, has_plan=True, is_unfinished=True))
+    assert agreed.step_size == step_size
     assert (agreed.has_plan, agreed.is_unfinished, agreed.is_draining) == (True, True, False)
     assert [(x.device.type, x.dtype) for x in seen] == [("cpu", torch.int32)]
     assert lockstep.number == 1

@@ -1,4 +1,4 @@
-"""Ranks that step together do the same things in the same order, whoever has requests."""
+"""Ranks that step together do the same in the same order, with or without requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_all_ranks_run_the_same_phases_and_agree_once_per_step(
     steps = found[0]["steps"]
     assert [x["steps"] for x in found] == [steps] * 3
     for replica in found:
-        # Each step is launched after an agreement of its own; a few more find that nothing is left.
+        # Each step has one agreement before it; a few more agreements find no work.
         numbers = replica["launched_after"]
         assert numbers == list(range(1, steps + 1))
         assert steps < len(replica["agreements"]) <= steps + depth + 3

@@ -69,7 +69,7 @@ def params() -> list[SamplingParams]:
     ]
 
 
-# Room for everybody: a window is never cut, nobody is preempted, so that sampled drafts repeat.
+# Room for all requests: no window is cut and none is preempted, so that sampled drafts repeat.
 ROOMY: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
 
 
@@ -100,7 +100,7 @@ def assert_close(found: Sequence[Any] | None, expected: Sequence[Any] | None) ->
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_sample_the_tokens_of_one(case: Case, workshop: Workshop) -> None:
     """One-hot drafts change no token, so all of them are compared with a run without drafts. With
-    sampled drafts one rank has to draft alike: same seeds, same K, nobody preempted."""
+    sampled drafts one rank has to draft alike: same seeds, same K, no preemption."""
     is_sampled = case.drafter == "probabilistic"
     alone = on_one_rank(workshop, Case("probabilistic") if is_sampled else Case("none"))
     spec = case.spec(workshop)

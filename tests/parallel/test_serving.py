@@ -15,9 +15,10 @@ import openai
 import pytest
 
 from paceline import LLM, SamplingParams
-from tests.e2e.serving import PATIENCE_S, ServerProcess, save_served, started
+from tests.e2e.serving import ServerProcess, save_served, started
 from tests.eagle import random_head, save_head, train
 from tests.mtp import random_mtp, save_mtp
+from tests.patience import PATIENCE_S
 
 NUM_TOKENS = 64
 NUM_TRAINED = 40  # steps of a head: some of its drafts are right

@@ -99,7 +99,7 @@ def test_a_page_has_the_bytes_of_both_models_as_each_is_cut(
     per_page = PAGE * BYTES_PER_TOKEN[case]
     for infos in started:
         info = infos[case]
-        assert info.num_pages == BUDGET // per_page - 1  # one is nobody's
+        assert info.num_pages == BUDGET // per_page - 1  # one is the padding page
         assert info.kv_cache_bytes == info.num_pages * per_page
 
 
@@ -137,7 +137,7 @@ def test_fewer_experts_than_ranks_are_refused_with_both_numbers(tmp_path: Path) 
 @pytest.mark.trap("L-12")
 @pytest.mark.usefixtures("_forks")
 def test_a_step_too_small_for_every_window_is_refused_with_the_numbers(folder: Path) -> None:
-    """Whether somebody gave the number of requests or it is the default: what a rank brings to an
+    """Whether the number of requests was given or is the default: what a rank brings to an
     exchange is at most a step, and all windows fit into one."""
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     options: dict[str, Any] = {

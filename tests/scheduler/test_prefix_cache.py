@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints
+from tests.scheduler.consistency import check_pool
 
 
 def ids(*values: int) -> Ints:
@@ -79,10 +80,10 @@ def test_a_reset_forgets_all_and_leaves_pages_with_their_owners() -> None:
     assert len(cache) == 0
     assert cache.find(ids(1, 2), 1)[0] == cache.find(ids(3, 4), 1)[0] == []
     assert cache.pool.num_available == 3
-    cache.pool.check()
+    check_pool(cache.pool)
     cache.pool.release(held)
     assert cache.pool.num_available == 4
-    cache.pool.check()
+    check_pool(cache.pool)
 
 
 def test_after_a_reset_new_content_never_follows_an_old_chain() -> None:
@@ -93,7 +94,7 @@ def test_after_a_reset_new_content_never_follows_an_old_chain() -> None:
     fill(cache, ids(1, 2))
     more = cache.pool.allocate(1)
     assert more is not None
-    cache.register(chain, ids(3, 4), more)  # somebody who began before the reset
+    cache.register(chain, ids(3, 4), more)  # a request that began before the reset
     assert len(cache.find(ids(1, 2, 3, 4), 2)[0]) == 1
     assert pages != cache.find(ids(1, 2), 1)[0]
 
@@ -134,4 +135,4 @@ def test_a_hit_always_holds_exactly_the_asked_prefix(
             content[page] = tuple(tokens[: 2 * index + 2 + num_successors].tolist())
         cache.register(chain, tokens[2 * len(hit) :], fresh)
         cache.pool.release(hit + fresh)
-        cache.pool.check()
+        check_pool(cache.pool)

@@ -11,6 +11,7 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.step import StepPlan, StepResult
 from tests.engine.harness import Harness, engine_config, request
 from tests.fakes import FakeRunner, runner_info
+from tests.scheduler.consistency import pages_of
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
@@ -141,7 +142,7 @@ def test_an_urgent_request_takes_the_place_of_a_less_urgent_one(
     assert (slow.num_preemptions, fast.num_preemptions) == (1, 0)
 
 
-def test_an_urgent_request_pushes_nobody_out_when_that_would_not_help() -> None:
+def test_an_urgent_request_preempts_none_if_it_still_would_not_fit() -> None:
     info = runner_info(num_slots=4, num_pages=12, page_size=4, max_model_len=64)
     harness = Harness(info, scheduling_policy="priority")
     harness.add(request(1, prompt(20), max_tokens=8, priority=0))
@@ -155,7 +156,7 @@ def test_an_urgent_request_pushes_nobody_out_when_that_would_not_help() -> None:
     harness.check_outputs()
 
 
-def test_equal_priority_preempts_nobody() -> None:
+def test_equal_priority_preempts_none() -> None:
     harness = Harness(runner_info(num_slots=1), scheduling_policy="priority")
     first = harness.add(request(1, prompt(4), priority=1))
     harness.turn()
@@ -316,14 +317,14 @@ def test_a_request_alone_stays_in_one_piece_and_rarely_asks_for_pages() -> None:
     pages: list[int] = []
     while harness.turn():
         if harness.engine.scheduler.num_unfinished:
-            pages = harness.engine.scheduler.pages_of(1)
+            pages = pages_of(harness.engine.scheduler, 1)
     assert pages == list(range(pages[0], pages[0] + len(pages)))
     assert sum(plan.page_appends is not None for plan in harness.runner.plans) < 6
 
 
 @pytest.mark.parametrize("max_k", [0, 3])
 def test_a_step_brings_no_more_pages_to_a_row_than_it_can(max_k: int) -> None:
-    """Packets of fixed shapes have room for so many: all rows may cross into new pages at once."""
+    """A packet of fixed shape has room for a limited number of new pages per row."""
     info = runner_info(
         max_k=max_k, num_pages=400, page_size=4, max_model_len=400, max_row_appends=6
     )
@@ -350,29 +351,29 @@ def test_a_row_gets_the_pages_that_it_needs_whatever_a_step_can_bring() -> None:
     assert max(len(x.slot) for x in found) > 1
 
 
-def test_pages_held_in_advance_are_given_back_before_anybody_waits() -> None:
+def test_pages_held_in_advance_are_given_back_before_a_request_waits() -> None:
     harness = Harness(runner_info(num_pages=32, page_size=2, num_slots=4, max_model_len=60))
     first = harness.add(request(1, prompt(4), max_tokens=20))
     harness.turn()
-    held = len(harness.engine.scheduler.pages_of(1))
+    held = len(pages_of(harness.engine.scheduler, 1))
     second = harness.add(request(2, prompt(48, 9), max_tokens=2))
     harness.turn()
     harness.turn()
-    assert len(harness.engine.scheduler.pages_of(1)) < held
+    assert len(pages_of(harness.engine.scheduler, 1)) < held
     assert second.num_cached == [0]
     harness.run()
     harness.check_outputs()
     assert first.num_preemptions == second.num_preemptions == 0
 
 
-def test_pages_held_in_advance_are_given_back_before_anybody_gives_way() -> None:
+def test_pages_held_in_advance_are_given_back_before_a_preemption() -> None:
     """The second request grows four times as fast and ends before the pool is really full."""
     info = runner_info(num_pages=64, page_size=1, num_slots=2, max_model_len=64, max_k=3)
     harness = Harness(info)
     harness.runner.acceptance, harness.runner.no_draft = 1.0, 0.0
     harness.add(request(1, prompt(2), max_tokens=15, num_speculative_tokens=0))
     harness.turn()
-    assert len(harness.engine.scheduler.pages_of(1)) >= 15
+    assert len(pages_of(harness.engine.scheduler, 1)) >= 15
     harness.add(request(2, prompt(2, 30), max_tokens=40))
     harness.run()
     harness.check_outputs()

@@ -1,6 +1,6 @@
-"""The page pool: who holds which KV page, how often, and which free page comes next.
+"""The page pool: reference counts of KV pages, and the choice of the next page to hand out.
 
-Never knows what a page holds; the prefix cache is told when a page it kept is taken away.
+Knows nothing of page contents. It tells the prefix cache when it evicts one of its pages.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Callable, Sequence
 class PagePool:
     """Reference-counted pages 0 … num_pages - 1.
 
-    A page is *used* (referenced), *idle* (unreferenced, but the prefix cache keeps its content)
-    or *free*. Free pages live in gaps, maximal runs that are known by both ends, so that a
-    request can grow into the page right after its last one: consecutive pages let attention on
-    CPU read the KV without a gather copy. Idle pages are evicted oldest first.
+    A page is *used* (referenced), *idle* (unreferenced, but its content is in the prefix cache)
+    or *free*. Free pages form gaps: maximal runs, indexed by start and end. A request
+    grows into the page right after its last one if it can, because attention on the CPU reads
+    consecutive pages without a gather copy. Idle pages are evicted oldest first.
     """
 
     def __init__(self, num_pages: int, on_evict: Callable[[range], None] | None = None) -> None:
         assert num_pages > 0, f"a pool of {num_pages} pages"
         self.num_pages = num_pages
-        self.num_releases = 0  # the pool's clock: pages may have become available
-        self.is_kept = bytearray(num_pages)  # the prefix cache marks pages whose content it knows
+        self.num_releases = 0  # counts release() calls; also the clock of idle pages
+        self.is_kept = bytearray(num_pages)  # set by the prefix cache: it knows the page's content
         self._on_evict = on_evict
         self._num_refs = [0] * num_pages
         self._num_free = num_pages
         self._end_of = {0: num_pages}  # gap start -> end
         self._start_of = {num_pages: 0}  # gap end -> start
-        # (-size, end) of every gap; sizes are those at the push and may have shrunk since.
+        # A heap of (-size, end) of every gap, with sizes as they were when pushed.
         self._by_size = [(-num_pages, num_pages)]
-        # By page: the release that made it idle, 0 otherwise. Pages released together are one
-        # entry of the queue; those that are not idle any more (or idle anew) are skipped there.
+        # By page: the number of the release that made it idle, else 0. Pages released together are
+        # one entry of the queue. Entries of pages that were taken since are skipped.
         self._idle_since = [0] * num_pages
         self._idle_queue: deque[tuple[int, list[int]]] = deque()
         self._num_queued = 0
@@ -53,10 +53,10 @@ class PagePool:
     # ---- taking
 
     def allocate(self, count: int, after: int = -1, ahead: int = 0) -> list[int] | None:
-        """`count` pages, each right after the one before where possible, the first after `after`.
+        """`count` pages, consecutive and right behind `after` as far as possible.
 
-        Then up to `ahead` more, as long as they follow each other and cost no content that was
-        used lately. None when fewer than `count` are available; nothing is taken then.
+        Then up to `ahead` more, while they are consecutive and no recently used content must be
+        evicted for them. None, and nothing is taken, if fewer than `count` are available.
         """
         if count > self._num_free + self._num_idle:
             return None
@@ -79,7 +79,7 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more owner of a used or idle page."""
+        """Add a reference to a used or idle page."""
         if self._num_refs[page] == 0:
             assert self._idle_since[page], f"page {page} is free; it cannot be shared"
             self._idle_since[page] = 0
@@ -87,7 +87,7 @@ class PagePool:
         self._num_refs[page] += 1
 
     def _take(self, start: int, stop: int, end: int) -> None:
-        """Pages start … stop - 1, the front of a gap."""
+        """Take pages start … stop - 1 from the front of the gap that ends at `end`."""
         del self._end_of[start]
         if stop < end:
             self._end_of[stop] = end
@@ -98,9 +98,10 @@ class PagePool:
         self._num_free -= stop - start
 
     def _open_run(self, count: int, ahead: int, old: int) -> int:
-        """A free page to start at, with room to grow: in the largest gap.
+        """The first page of a new run, in the largest gap.
 
-        Behind a used page the run starts in the middle, so that its owner can grow as well.
+        If a used page lies right before the gap, the run starts in the middle of it, so that the
+        owner of that page can grow too.
         """
         wanted = count + ahead
         start, end = self._largest_gap()
@@ -120,14 +121,14 @@ class PagePool:
         return middle
 
     def _largest_gap(self) -> tuple[int, int]:
-        """(start, end); (0, 0) when no page is free."""
+        """(start, end), or (0, 0) if no page is free."""
         heap = self._by_size
         while heap:
             size, end = heap[0]
             start = self._start_of.get(end)
             if start is None:
                 heapq.heappop(heap)
-            elif end - start != -size:  # it shrank, or grew and has another entry
+            elif end - start != -size:  # it shrank, or it grew and another entry says so
                 heapq.heapreplace(heap, (start - end, end))
             else:
                 return start, end
@@ -136,7 +137,7 @@ class PagePool:
     # ---- giving back
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less of each page."""
+        """Drop one reference of each page."""
         refs, is_kept = self._num_refs, self.is_kept
         self.num_releases += 1
         idle: list[int] = []
@@ -159,7 +160,7 @@ class PagePool:
             self._put_idle(idle)
 
     def forget(self, page: int) -> None:
-        """The prefix cache dropped the page."""
+        """The prefix cache does not keep the page any more."""
         self.is_kept[page] = 0
         if self._idle_since[page]:
             self._idle_since[page] = 0
@@ -180,12 +181,12 @@ class PagePool:
             self._num_queued = self._num_idle
 
     def _old_limit(self) -> int:
-        """Pages that went idle up to here, in the first half of the idle history, are old: any
-        of them is as good to evict as the oldest."""
+        """Pages that went idle in the first half of the idle history count as old. Among old
+        pages the eviction order does not matter."""
         return (self._idle_queue[0][0] + self.num_releases) // 2 if self._idle_queue else 0
 
     def _evict_old(self, start: int, count: int, old: int) -> bool:
-        """Free old idle pages start, start + 1, …: they are in the right place."""
+        """Evict old idle pages start, start + 1, …, so that a run can continue there."""
         if start < 0 or start == self.num_pages or not self._idle_since[start]:
             return False
         most = min(start + count, self.num_pages)
@@ -197,9 +198,9 @@ class PagePool:
         return end > start
 
     def _evict_oldest(self, gap: int, limit: int) -> None:
-        """Evict from the old end of the queue, until there is a gap of `gap` pages, twice as many
-        pages are gone or the next went idle after `limit`. Of pages released together the last
-        goes first: it is of use only after those before it. Neighbours make one gap."""
+        """Evict the oldest idle pages until there is a gap of `gap` pages, 2 * `gap` pages were
+        evicted, or the next went idle after `limit`. Of pages released together the last goes
+        first: a prefix hit needs all pages before it. Neighbours are evicted as one gap."""
         since = self._idle_since
         left = 2 * gap
         while left > 0 and self._num_idle:
@@ -237,7 +238,7 @@ class PagePool:
         self._put_free(start, end)
 
     def _put_free(self, start: int, end: int) -> None:
-        """Pages start … end - 1 become a gap, joined with its neighbours."""
+        """Pages start … end - 1 become free and join the gaps on both sides."""
         if start == end:
             return
         self._num_free += end - start
@@ -249,22 +250,3 @@ class PagePool:
         if len(self._by_size) > 64 + 4 * len(self._end_of):
             self._by_size = [(s - e, e) for s, e in self._end_of.items()]
             heapq.heapify(self._by_size)
-
-    # ---- for tests
-
-    def check(self) -> None:
-        """Every page is in exactly one of the three states, and the gaps are maximal."""
-        free = {p for start, end in self._end_of.items() for p in range(start, end)}
-        idle = {p for p, since in enumerate(self._idle_since) if since}
-        used = {p for p, refs in enumerate(self._num_refs) if refs}
-        assert len(free) + len(idle) + len(used) == self.num_pages
-        assert len(free | idle | used) == self.num_pages
-        assert len(free) == self._num_free
-        assert len(idle) == self._num_idle
-        assert self._num_queued == sum(len(group) for _, group in self._idle_queue)
-        queued = {(at, page) for at, group in self._idle_queue for page in group}
-        assert all((self._idle_since[p], p) in queued for p in idle)
-        assert self._start_of == {end: start for start, end in self._end_of.items()}
-        assert not set(self._end_of) & set(self._start_of), "two gaps touch"
-        assert all(self.is_kept[p] for p in idle)
-        assert not any(self.is_kept[p] for p in free)

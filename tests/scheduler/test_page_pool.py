@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.scheduler.blocks import PagePool
+from paceline.scheduler.page_pool import PagePool
+from tests.scheduler.consistency import check_pool
 
 
 def pool_of(num_pages: int) -> tuple[PagePool, list[int]]:
@@ -49,7 +50,7 @@ def test_nothing_is_taken_when_there_is_not_enough() -> None:
     take(pool, 3)
     assert pool.allocate(2) is None
     assert pool.num_available == 1
-    pool.check()
+    check_pool(pool)
 
 
 def test_a_page_is_free_again_after_its_last_owner_left() -> None:
@@ -60,7 +61,7 @@ def test_a_page_is_free_again_after_its_last_owner_left() -> None:
     assert pool.num_available == 3
     pool.release([page])
     assert pool.num_available == 4
-    pool.check()
+    check_pool(pool)
 
 
 def test_releasing_a_page_twice_is_an_error() -> None:
@@ -86,7 +87,7 @@ def test_kept_pages_are_evicted_oldest_first_and_the_tail_of_a_request_before_it
     assert pool.num_available == 8
     take(pool, 2)
     assert sorted(evicted) == old[2:]
-    pool.check()
+    check_pool(pool)
 
 
 def test_a_kept_page_that_is_shared_again_is_not_evicted() -> None:
@@ -98,7 +99,7 @@ def test_a_kept_page_that_is_shared_again_is_not_evicted() -> None:
     assert pool.num_available == 3
     take(pool, 3)
     assert pages[3] not in evicted
-    pool.check()
+    check_pool(pool)
 
 
 def test_growth_goes_over_old_kept_pages_rather_than_elsewhere() -> None:
@@ -180,7 +181,7 @@ def test_most_requests_stay_in_one_piece_in_a_pool_full_of_kept_pages(
             lengths[index] += 1
             if lengths[index] > len(pages):
                 pages += pool.allocate(1, after=pages[-1], ahead=ahead) or []
-    pool.check()
+    check_pool(pool)
     tail = finished[len(finished) // 2 :]
     assert sum(tail) / len(tail) > whole
 
@@ -217,7 +218,7 @@ def test_every_page_is_used_idle_or_free_whatever_happens(
             page = rng.randrange(num_pages)
             if pool.is_kept[page]:
                 pool.forget(page)
-        pool.check()
+        check_pool(pool)
         for page in range(num_pages):
             assert pool.num_refs(page) == sum(page in owner for owner in owners)
 
@@ -231,4 +232,4 @@ def test_the_idle_queue_stays_small_when_one_page_goes_idle_for_ever() -> None:
         pool.share(page)
     pool.release([page])
     assert sum(len(group) for _, group in pool._idle_queue) < 100
-    pool.check()
+    check_pool(pool)

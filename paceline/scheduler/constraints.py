@@ -1,0 +1,92 @@
+"""Token constraints (grammars) of running requests: masks before a step, tokens after it.
+
+A constraint that raises ends its own request with an error and no other.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from paceline.request import Done
+from paceline.scheduler.allocator import Allocator
+from paceline.scheduler.events import Ended, Events
+from paceline.scheduler.inflight import Flight, Rows
+from paceline.scheduler.live_request import LiveRequest
+from paceline.scheduler.request_table import RequestTable
+from paceline.step import Bools, Ints, LateMasks, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Constraints:
+    """Asks the constraint of each late row, and tells it what was committed.
+
+    A late row is a row whose token mask depends on the result of the step before.
+    """
+
+    def __init__(
+        self, requests: RequestTable, allocator: Allocator, events: Events, vocab_size: int
+    ) -> None:
+        self._requests = requests
+        self._allocator = allocator
+        self._events = events
+        self._vocab_size = vocab_size
+
+    def late_rows(self, slots: Rows, samples_B: Bools) -> Bools | None:
+        """The rows that sample under a constraint; None if there are none."""
+        if not self._requests.num_constrained:
+            return None
+        owners = [self._requests.owner(slot) for slot in slots.tolist()]
+        late_B: Bools = np.array([live.constraint is not None for live in owners])
+        late_B &= samples_B
+        return late_B if late_B.any() else None
+
+    def masks(self, plan: StepPlan) -> LateMasks:
+        """Allowed tokens of the late rows, after everything their requests have accepted."""
+        assert plan.late_B is not None
+        row_R: Ints = np.flatnonzero(plan.late_B).astype(np.int32)
+        mask_RWV = np.full((len(row_R), plan.k + 1, (self._vocab_size + 31) // 32), -1, np.int32)
+        for index, row in enumerate(row_R.tolist()):
+            live = self._requests.by_uid.get(int(plan.uid_B[row]))
+            if live is None or live.constraint is None:
+                continue  # it ended in the step before: the device emits nothing for it
+            drafts = live.drafts[: int(plan.k_B[row])]
+            try:
+                mask_RWV[index, : 1 + len(drafts)] = live.constraint.masks(drafts)
+            except Exception as error:
+                self._fail(live, error)
+        return LateMasks(row_R, mask_RWV)
+
+    def accept_late_rows(self, flight: Flight, result: StepResult) -> None:
+        """Tell the constraints what the late rows of a step committed, and keep their drafts."""
+        late_B = flight.plan.late_B
+        assert late_B is not None
+        assert result.draft_BK is not None, "a late step delivers its drafts"
+        for row in late_B.nonzero()[0].tolist():
+            if row in flight.strays:
+                continue
+            live = self._requests.owner(int(flight.slots[row]))
+            tokens = result.token_BW[row, : result.count_B[row]].tolist()
+            if self.accept(live, tokens, bool(result.done_B[row])):
+                drafts = result.draft_BK[row].tolist()
+                live.drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+
+    def accept(self, live: LiveRequest, tokens: list[int], is_done: bool) -> bool:
+        """Tell a request's constraint which tokens were committed. False if it raised, which
+        ends the request unless it is done already."""
+        if live.constraint is not None and tokens:
+            try:
+                live.constraint.accept(tokens)
+            except Exception as error:
+                if not is_done:
+                    self._fail(live, error)
+                return False
+        return True
+
+    def _fail(self, live: LiveRequest, error: Exception) -> None:
+        logger.warning("the constraint of request %d failed", live.uid, exc_info=error)
+        self._allocator.end(live)
+        reason = f"the constraint of the request failed: {type(error).__name__}: {error}"
+        self._events.ended.append(Ended(live.uid, Done.ERROR, reason))
