@@ -137,7 +137,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when no sampling_params are given."""
-        return SamplingParams.from_mapping(self._client.default_sampling)
+        return SamplingParams(**self._client.default_sampling)
 
     def get_metrics(self) -> EngineStats:
         """Totals of the engine so far: steps, bubble, drafts, accepted drafts, preemptions."""

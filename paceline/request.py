@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import isfinite
 from typing import Any
 
-from paceline.errors import InvalidRequest, nearest
+from paceline.errors import InvalidRequest, nearest, shown
 
 # Capacities of the per-slot tables on the device; over them a request is answered 400.
 MAX_STOP_TOKEN_IDS = 32
+MAX_OWN_STOP_TOKEN_IDS = MAX_STOP_TOKEN_IDS - 8  # the rest is for the model's own
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 8
+# A word this long has more tokens than can be kept in any text but runs of one character.
+MAX_BAD_WORD_CHARS = 256
 
 
 class Done(IntEnum):
@@ -76,6 +79,16 @@ class SamplingParams:
     # Most draft tokens to verify per step for this request; None follows the engine, 0 is off.
     num_speculative_tokens: int | None = None
 
+    def __new__(cls, **values: Any) -> SamplingParams:
+        # Before the generated __init__, whose TypeError would name no other parameter.
+        known = cls.__dataclass_fields__
+        for name in values:
+            if name not in known:
+                hint = nearest(name, known, cutoff=0.8)
+                message = f"Unknown sampling parameter {shown(name)}.{hint}"
+                raise InvalidRequest(message, param=name)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         # Normalise once, so that everybody below sees one shape.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -83,6 +96,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check()
@@ -107,18 +124,24 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}.",
                 param="min_tokens",
             )
+        _at_most("bad_words", len(self.bad_words or ()), MAX_BAD_WORDS)
+        for word in self.bad_words or ():
+            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"bad_words holds a word of {len(word)} characters; it must have at least 1 "
+                    f"and at most {MAX_BAD_WORD_CHARS}.",
+                    param="bad_words",
+                )
         if any(not s for s in self.stop_strings):
             raise InvalidRequest("stop holds an empty string; remove it.", param="stop")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True.", param="stop")
-        if any(not w for w in self.bad_words or ()):
-            raise InvalidRequest("bad_words holds an empty string; remove it.", param="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest(
                 "allowed_token_ids is empty, so no token could ever be sampled.",
                 param="allowed_token_ids",
             )
-        _at_most("stop_token_ids", len(self.stop_token_ids or ()), MAX_STOP_TOKEN_IDS - 8)
+        _at_most("stop_token_ids", len(self.stop_token_ids or ()), MAX_OWN_STOP_TOKEN_IDS)
         _at_most("logit_bias", len(self.logit_bias or ()), MAX_LOGIT_BIAS)
         for token, value in (self.logit_bias or {}).items():
             _between(f"logit_bias[{token}]", value, -100.0, 100.0, param="logit_bias")
@@ -127,18 +150,14 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return self.stop  # type: ignore[return-value]  # normalised in __post_init__
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from a mapping; an unknown name is an error that names the nearest one."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                hint = nearest(name, known)
-                raise InvalidRequest(f"Unknown sampling parameter {name!r}.{hint}", param=name)
-        return cls(**values)
-
     def replace(self, **changes: Any) -> SamplingParams:
         return replace(self, **changes)
+
+    def replace_unchecked(self, **changes: Any) -> SamplingParams:
+        """As `replace` for values that are known to be right: one copy, whatever the tables."""
+        copy = object.__new__(SamplingParams)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
 
 
 def _between(
@@ -151,7 +170,7 @@ def _between(
     param: str | None = None,
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}.", param=param or name)
+        raise InvalidRequest(f"{name} must be a number, got {shown(value)}.", param=param or name)
     below = value <= low if open_low else value < low
     if not isfinite(value) or below or value > high:
         edge = "above" if open_low else "at least"

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from paceline.request import Done
 from paceline.step import (
-    Extent,
     Floats,
     Ints,
     LateMasks,
@@ -27,6 +26,7 @@ from paceline.step import (
     SlotInit,
     StepPlan,
     StepResult,
+    StepSize,
     TokenLogprobs,
 )
 from tests.fake_model import chain, mix, next_token
@@ -74,7 +74,8 @@ class _Row:
 
 
 class FakeRunner:
-    """Implements step.Runner. Executes at launch, or in a worker thread when `delay` is given.
+    """Implements step.Runner. Executes at launch, in a worker thread when `delay` is given, or as
+    late as it can be when it `is_lazy`: then a step that is not wanted any more is left out.
 
     `acceptance` is the chance that a draft is right; `no_draft` that the drafter has no match.
     """
@@ -90,6 +91,7 @@ class FakeRunner:
         acceptance: float = 0.6,
         no_draft: float = 0.2,
         delay: Callable[[], None] | None = None,
+        is_lazy: bool = False,
     ) -> None:
         self._info = info
         self._random = random.Random(seed)
@@ -102,7 +104,9 @@ class FakeRunner:
         self.last_plan: StepPlan | None = None
         self.fail_at: int | None = None  # step whose wait() raises
         self.num_steps = 0
+        self.num_left_out = 0  # steps
         self.num_accepted = 0
+        self.is_lazy = is_lazy
         self._unbound: FakeStep | None = None
         self._delay = delay
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -116,8 +120,14 @@ class FakeRunner:
         return self._info
 
     @property
-    def is_threaded(self) -> bool:
-        return self._thread is not None
+    def runs_at_launch(self) -> bool:
+        return self._thread is None and not self.is_lazy
+
+    def run_next(self) -> None:
+        """The oldest thing that a lazy runner has put off."""
+        job = self._jobs.get_nowait()
+        assert job is not None
+        job()
 
     def use_spare_time(self) -> bool:
         return False
@@ -125,8 +135,8 @@ class FakeRunner:
     def rest(self) -> None:
         pass
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return plan.extent()
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return plan.step_size()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -153,7 +163,7 @@ class FakeRunner:
         self._submit(step.run_b)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
+        if self.runs_at_launch:
             job()
         else:
             self._jobs.put(job)
@@ -171,6 +181,9 @@ class FakeRunner:
         assert plan.step == self.num_steps, f"step {plan.step} after {self.num_steps - 1}"
         self._check_shape(plan)
         self._apply_admissions(plan)
+        if plan.unwanted[0]:
+            self.num_left_out += 1
+            return []
         rows = []
         for index in range(plan.num_rows):  # every row writes before any row reads
             slot = self.slots[plan.slot_B[index]]
@@ -426,7 +439,12 @@ class FakeStep:
         self._late = late
         self._runner.bound(self)
 
+    def is_over(self, within_s: float) -> bool:
+        return True
+
     def wait(self) -> StepResult:
+        while self._runner.is_lazy and not self._done.is_set():
+            self._runner.run_next()
         assert self._done.wait(timeout=30), "the step never ran (a late step without bind?)"
         if self._error is not None:
             raise self._error

@@ -7,8 +7,9 @@ silence: what cannot be served as written raises, and `max_tokens` past the room
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.engine.front import Front
-from paceline.errors import InvalidRequest, PromptTooLong, nearest
+from paceline.errors import InvalidRequest, PromptTooLong, context_length, cut, nearest, shown
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -49,6 +50,7 @@ class Admission:
         self._seed = config.model.seed
         self._processors = config.model.logits_processors
         self._bad_word_ids = lru_cache(maxsize=64)(self._tokenize_bad_words)
+        self._latest: tuple[SamplingParams, Checked] | None = None  # what `_resolve` was asked last
 
     # ---- checks
 
@@ -62,30 +64,43 @@ class Admission:
                 f"room for {room} (max_model_len is {self._info.max_model_len}).",
                 param="min_tokens",
             )
+        # All prompts of a request share one object: its tables are looked at once.
+        if self._latest is None or self._latest[0] is not params:
+            self._latest = params, self._resolve(params)
+        resolved = self._latest[1]
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        return replace(
+            resolved,
+            prompt_token_ids=prompt,
+            params=resolved.params.replace_unchecked(max_tokens=most),
+        )
+
+    def _resolve(self, params: SamplingParams) -> Checked:
+        """What does not depend on the prompt."""
         self._check_counts(params)
         self._check_token_tables(params)
         eos = () if params.ignore_eos else self._eos
+        bad_word_ids = self._bad_word_ids(tuple(params.bad_words or ()))
+        _check_any_left(params, eos, bad_word_ids)
         return Checked(
-            prompt_token_ids=prompt,
-            params=params.replace(
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            prompt_token_ids=[],
+            params=params.replace_unchecked(
                 stop_token_ids=(*(params.stop_token_ids or ()), *eos[_MAX_EOS:]),
                 logits_processors=self._resolve_processors(params.logits_processors or ()),
                 # Text is the front's business; in the engine these would only cost bytes.
-                stop=None,
-                bad_words=None,
+                stop=(),
+                bad_words=(),
             ),
             eos_token_ids=eos[:_MAX_EOS],
-            bad_word_ids=self._bad_word_ids(tuple(params.bad_words or ())),
+            bad_word_ids=bad_word_ids,
         )
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         limit = self._info.max_model_len
         if len(prompt_token_ids) >= limit:  # before millions of ids are looked at
             raise PromptTooLong(
-                f"The prompt has {len(prompt_token_ids)} tokens; this model serves {limit} tokens "
-                f"of prompt and output together, so a prompt may have {limit - 1}. Shorten it or "
-                "raise --max-model-len.",
+                f"{context_length(limit)} The prompt has {len(prompt_token_ids)} tokens and may "
+                f"have {limit - 1}. Shorten it or raise --max-model-len.",
                 param="prompt",
             )
         try:
@@ -102,8 +117,8 @@ class Admission:
         capacity = pool - self._info.max_k - self._info.draft_lookahead
         if pool < limit and len(ids) > capacity:
             raise PromptTooLong(
-                f"The prompt has {len(ids)} tokens; the KV cache has room for {capacity}. Shorten "
-                "it or raise --kv-cache-memory-bytes.",
+                f"{context_length(limit)} The prompt has {len(ids)} tokens, but the KV cache has "
+                f"room for {capacity}. Shorten it or raise --kv-cache-memory-bytes.",
                 param="prompt",
             )
         return ids.tolist()  # type: ignore[no-any-return]
@@ -138,19 +153,26 @@ class Admission:
                 json.dumps(dict(params.extra_args))
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(
-                    f"extra_args must hold JSON values only ({error}).", param="extra_args"
+                    f"extra_args must hold JSON values only ({cut(str(error))}).",
+                    param="extra_args",
                 ) from None
 
     def _check_token_tables(self, params: SamplingParams) -> None:
         self._check_range("stop token id", params.stop_token_ids or (), "stop_token_ids")
         self._check_range("logit_bias token id", params.logit_bias or (), "logit_bias")
-        self._check_range("allowed token id", params.allowed_token_ids or (), "allowed_token_ids")
+        allowed, vocab_size = params.allowed_token_ids or (), self._info.vocab_size
+        if len(allowed) > vocab_size:
+            raise InvalidRequest(
+                f"allowed_token_ids has {len(allowed)} entries; the vocabulary has {vocab_size}.",
+                param="allowed_token_ids",
+            )
+        self._check_range("allowed token id", allowed, "allowed_token_ids")
 
     def _check_range(self, what: str, ids: Iterable[Any], param: str) -> None:
         vocab_size = self._info.vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidRequest(f"{what} {token!r} is not an integer.", param=param)
+                raise InvalidRequest(f"{what} {shown(token)} is not an integer.", param=param)
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(
                     f"{what} {token} is out of range; the vocabulary has {vocab_size} tokens "
@@ -168,13 +190,15 @@ class Admission:
             return matches[0]
         if matches:
             raise InvalidRequest(
-                f"logits processor {name!r} is ambiguous: {', '.join(matches)}. Give module:Class.",
+                f"logits processor {shown(name)} is ambiguous: {', '.join(matches)}. Give "
+                "module:Class.",
                 param="logits_processors",
             )
         hint = nearest(name, self._processors)
         loaded = ", ".join(self._processors) or "none"
         raise InvalidRequest(
-            f"Unknown logits processor {name!r}.{hint} Loaded with --logits-processors: {loaded}.",
+            f"Unknown logits processor {shown(name)}.{hint} Loaded with --logits-processors: "
+            f"{loaded}.",
             param="logits_processors",
         )
 
@@ -217,9 +241,10 @@ class Admission:
         """
         params = checked.params
         seed = params.seed if params.seed is not None else _mix(self._seed, first_uid)
+        prompt = array("i", checked.prompt_token_ids)  # packed once for all sequences
         requests = []
         for i in range(params.n):
-            own = params.replace(
+            own = params.replace_unchecked(
                 n=1,
                 seed=_as_int64(seed + i),
                 # The prompt is the same n times over: one of them reports it.
@@ -228,7 +253,7 @@ class Admission:
             requests.append(
                 EngineRequest(
                     uid=first_uid + i,
-                    prompt_token_ids=checked.prompt_token_ids,
+                    prompt_token_ids=prompt,
                     params=own,
                     eos_token_ids=checked.eos_token_ids,
                     bad_word_ids=checked.bad_word_ids,
@@ -239,10 +264,32 @@ class Admission:
         return requests
 
 
+def _check_any_left(
+    params: SamplingParams, eos: tuple[int, ...], bad_word_ids: Sequence[tuple[int, ...]]
+) -> None:
+    """Raise when the allowed tokens are all forbidden by the request's other fields.
+
+    Bad words of several tokens depend on the text: where they leave none, the request ends there.
+    """
+    if params.allowed_token_ids is None:
+        return
+    allowed = set(params.allowed_token_ids)
+    words = {ids[0] for ids in bad_word_ids if len(ids) == 1}
+    ends = {*eos, *(params.stop_token_ids or ())} if params.min_tokens > 0 else set()
+    if allowed <= words | ends:
+        rules = {"bad_words": words, "min_tokens (no token may end the output before)": ends}
+        reasons = [name for name, ids in rules.items() if allowed & ids]
+        raise InvalidRequest(
+            f"allowed_token_ids allows {shown(sorted(allowed))} only, and these are forbidden by "
+            f"{' and '.join(reasons)}: no token could be sampled.",
+            param="allowed_token_ids",
+        )
+
+
 def _fitting(form: str, ids: tuple[int, ...]) -> tuple[int, ...]:
     if len(ids) > MAX_BAD_WORD_TOKENS:
         raise InvalidRequest(
-            f"bad word {form!r} is {len(ids)} tokens long; {MAX_BAD_WORD_TOKENS} can be kept.",
+            f"bad word {shown(form)} is {len(ids)} tokens long; {MAX_BAD_WORD_TOKENS} can be kept.",
             param="bad_words",
         )
     return ids

@@ -69,7 +69,7 @@ class Batch:
             try:
                 job_idx = next(waiting, None)
                 while job_idx is not None or self._open:
-                    while job_idx is not None and self._client.num_open < self._window:
+                    while job_idx is not None and self._may_submit():
                         self._submit(job_idx)
                         job_idx = next(waiting, None)
                     self._client.pump(_PUMP_S)
@@ -81,6 +81,9 @@ class Batch:
                     self._client.abort(generation.request_id)
                 raise
         return [self._outputs[i] for i in order]
+
+    def _may_submit(self) -> bool:
+        return self._client.has_room and self._client.num_open < self._window
 
     def _submit(self, job_idx: int) -> None:
         job = self._jobs[job_idx]

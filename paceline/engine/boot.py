@@ -12,25 +12,31 @@ from dataclasses import asdict, dataclass
 from paceline import errors
 from paceline.config import EngineConfig
 from paceline.errors import CollectiveError, EngineDead, PacelineError
-from paceline.parallel.placement import LONE_SEAT, Layout, Seat
+from paceline.parallel.placement import ONLY_RANK, Layout, RankPlace
 
 _MAX_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """A rank's seat, and the descriptors that it has inherited beside its channel to the front."""
+    """A rank's place, and the descriptors that it has inherited beside its channel to the front."""
 
-    seat: Seat = LONE_SEAT
+    place: RankPlace = ONLY_RANK
     plans: tuple[int, ...] = ()  # a leader: one to each peer, in rank order; a peer: to its leader
     wake: int | None = None  # where a leader is woken by others
     wake_others: tuple[int, ...] = ()  # where it wakes them
+    shared: tuple[int, ...] = ()  # files that all ranks share; the first has their beats
     may_use_gpu: bool = False
+
+    @property
+    def beats(self) -> int | None:
+        """See life.Beats; None for a rank in a thread of the front."""
+        return self.shared[0] if self.shared else None
 
     @property
     def descriptors(self) -> list[int]:
         woken = [] if self.wake is None else [self.wake]
-        return [*self.plans, *woken, *self.wake_others]
+        return [*self.plans, *woken, *self.wake_others, *self.shared]
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -38,12 +44,13 @@ class Post:
     @classmethod
     def decode(cls, text: str) -> Post:
         values = json.loads(text)
-        seat = values["seat"]
+        place = values["place"]
         return cls(
-            seat=Seat(seat["rank"], Layout(**seat["layout"]), seat["folder"]),
+            place=RankPlace(**{**place, "layout": Layout(**place["layout"])}),
             plans=tuple(values["plans"]),
             wake=values["wake"],
             wake_others=tuple(values["wake_others"]),
+            shared=tuple(values["shared"]),
             may_use_gpu=values["may_use_gpu"],
         )
 

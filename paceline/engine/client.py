@@ -33,7 +33,7 @@ from paceline.engine.messages import (
 )
 from paceline.engine.router import Router
 from paceline.engine.stats import EngineStats
-from paceline.errors import EngineDead, InvalidRequest, PacelineError
+from paceline.errors import EngineDead, InvalidRequest, Overloaded, PacelineError
 from paceline.observe.log import RequestLogger, current_level
 from paceline.observe.trace import Span, unpack_spans
 from paceline.request import Done, RequestMetrics, SamplingParams
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[list[Delta]], None]
 _CLOSE_GRACE_S = 5.0
+MOST_UNSENT_BYTES = 64 << 20  # of messages that a replica has not taken; a prompt has 4 per token
 
 
 class EngineClient:
@@ -63,6 +64,7 @@ class EngineClient:
         self._admission = Admission(config, info, front)
         self._generations: dict[str, Generation] = {}
         self._open: dict[int, Assembly] = {}
+        self._leaving: set[int] = set()  # aborted by `abort`; the engine has not let go of them
         self._next_uid = 1
         self._is_draining = False
         self._dead: EngineDead | None = None
@@ -138,6 +140,17 @@ class EngineClient:
         return len(self._open)
 
     @property
+    def num_leaving(self) -> int:
+        """Sequences that were aborted and that the engine has not let go of yet."""
+        return len(self._leaving)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `submit` can queue one more; False while an engine takes no messages."""
+        replicas = range(self._cluster.num_replicas)
+        return all(self._cluster.num_unsent_bytes(r) <= MOST_UNSENT_BYTES for r in replicas)
+
+    @property
     def is_alive(self) -> bool:
         has_ended = self._dead is not None or self._cluster.has_stopped
         return not has_ended and self._finalizer.alive
@@ -171,11 +184,17 @@ class EngineClient:
         prompt: str | None = None,
         priority: int = 0,
     ) -> Generation:
-        """Queue a request. Its deltas come to `on_deltas` from within `pump`.
+        """Queue a request; never waits. Its deltas come to `on_deltas` from within `pump`.
 
-        A sink that raises loses its request, which is aborted, and nothing else.
+        A sink that raises loses its request, which is aborted, and nothing else. Raises Overloaded
+        without `has_room`.
         """
         self._check_serves()
+        if not self.has_room:
+            raise Overloaded(
+                f"Over {MOST_UNSENT_BYTES >> 20} MiB of requests wait for the engine to read them; "
+                "try again later."
+            )
         if request_id in self._generations:
             raise InvalidRequest(f"Request id {request_id!r} is in use.", param="request_id")
         checked = self._admission.check(prompt_token_ids, params)
@@ -205,10 +224,14 @@ class EngineClient:
         except EngineDead:
             self._forget(generation, generation.open_uids)  # the caller is told here, once
             raise
+        self.stats.num_held = self._router.num_held
         return generation
 
     def abort(self, request_id: str) -> None:
-        """Forget a request: its sink is not called again. Unknown (finished) ids are ignored."""
+        """Forget a request: its sink is not called again. Unknown (finished) ids are ignored.
+
+        Its sequences are `num_leaving` until the engine says that it has let go of them.
+        """
         generation = self._generations.get(request_id)
         if generation is not None:
             self._abort(generation)
@@ -260,6 +283,7 @@ class EngineClient:
         if self._cluster.is_over:
             self._die(news)
         count = self._deliver(news)
+        self.stats.num_held = self._router.num_held
         if self._dead is not None and not self._cluster.has_stopped:
             raise self._dead
         return count
@@ -319,6 +343,8 @@ class EngineClient:
                 # a stop string: the engine does not know yet
                 self._to_abort.setdefault(replica, []).append(uid)
         for ended in message.events.ended:
+            if ended.uid in self._leaving:
+                self._let_go(ended.uid)
             # Of several ranks it may not be this one that failed first: `_die` finds out.
             if ended.error != EngineDead.__name__ or self._cluster.num_ranks == 1:
                 self._take_end(ended, news)
@@ -356,7 +382,8 @@ class EngineClient:
 
     def _forget(self, generation: Generation, uids: Iterable[int]) -> None:
         for uid in list(uids):
-            self._router.release(uid)
+            if uid not in self._leaving:
+                self._router.release(uid)
             del self._open[uid]
             generation.open_uids.discard(uid)
         if not generation.open_uids:
@@ -366,10 +393,16 @@ class EngineClient:
 
     def _abort(self, generation: Generation) -> None:
         generation.is_aborted = True
+        self._leaving |= generation.open_uids
         for uid in generation.open_uids:
             self._to_abort.setdefault(self._router.owner(uid), []).append(uid)
         self.stats.finished["abort"] += len(generation.open_uids)
         self._forget(generation, generation.open_uids)
+
+    def _let_go(self, uid: int) -> None:
+        """The engine has nothing left of an aborted sequence: its place is free."""
+        self._leaving.remove(uid)
+        self._router.release(uid)
 
     def _flush_aborts(self) -> None:
         to_abort, self._to_abort = self._to_abort, {}
@@ -400,6 +433,8 @@ class EngineClient:
 
     def _die(self, news: dict[Generation, list[Delta]]) -> None:
         """A rank is gone: end the others and what is open, and raise from here on."""
+        for uid in list(self._leaving):
+            self._let_go(uid)
         if self._cluster.has_stopped and not self._open:
             self._dead = EngineDead("The engine has stopped, as it was asked to.")
             return

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +15,11 @@ from typing import Self
 from paceline.config import EngineConfig
 from paceline.engine.boot import Failed, Post, Start, is_boot_frame
 from paceline.engine.launch import DEFAULT_FACTORY, EngineHandle, EngineThread, start_ranks
+from paceline.engine.life import RankWatch
 from paceline.engine.messages import Died, Message, Progress, Ready, Stopped, decode
-from paceline.engine.transport import ChannelClosed, Channels, ChannelStuck
+from paceline.engine.transport import ChannelClosed, Channels
 from paceline.errors import ConfigError, EngineDead, PacelineError
-from paceline.parallel.placement import Layout, Seat, layout_of
+from paceline.parallel.placement import Layout, RankPlace, layout_of
 from paceline.step import RunnerInfo
 
 logger = logging.getLogger(__name__)
@@ -62,11 +60,12 @@ class _StartClock:
 class Cluster:
     """One process for each rank, or a single rank in a thread. Build it with `launch`."""
 
-    def __init__(self, layout: Layout, ranks: Sequence[EngineHandle], folder: str = "") -> None:
+    def __init__(
+        self, layout: Layout, ranks: Sequence[EngineHandle], watch: RankWatch | None = None
+    ) -> None:
         self.layout = layout
         self._ranks = list(ranks)
-        self._folder = folder  # where the ranks meet
-        self._owner_pid = os.getpid()  # a fork of the front has no say in the folder
+        self._watch = watch  # None: the rank is a thread, which no signal stops alone
         self._channels = Channels([rank.channel for rank in ranks])
         self._early: list[tuple[int, Message]] = []  # read while sending, for `receive`
         self._words: dict[int, _Words] = {}  # in the order they came
@@ -86,26 +85,21 @@ class Cluster:
                 f"{layout.tensor_parallel} x data_parallel_size {layout.data_parallel} are "
                 f"{layout.num_ranks} ranks, which need processes of their own."
             )
-        meets = layout.num_ranks > 1 or config.device.force_collectives
-        folder = tempfile.mkdtemp(prefix="paceline-") if meets else ""
-        try:
-            if in_process:
-                return cls(layout, [EngineThread(factory, Post(Seat(0, layout, folder)))], folder)
-            may_use_gpu = config.device.device != "cpu"
-            ranks = start_ranks(factory, layout, folder, may_use_gpu=may_use_gpu)
-            return cls(layout, ranks, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        if in_process:
+            return cls(layout, [EngineThread(factory, Post(RankPlace(0, layout)))])
+        may_use_gpu = config.device.device != "cpu"
+        ranks, beats = start_ranks(factory, layout, may_use_gpu=may_use_gpu)
+        watch = RankWatch(beats, ranks, config.device.stall_timeout)
+        return cls(layout, ranks, watch)
 
     # ---- the beginning
 
     def begin(self, config: EngineConfig, log_level: str) -> None:
         """Tell every rank what to build."""
         frame = Start(config, log_level).encode()
-        for rank in self._ranks:
+        for rank in range(len(self._ranks)):
             with contextlib.suppress(ChannelClosed):  # then it has said why
-                rank.channel.send(frame)
+                self._channels.send(rank, frame)
         self._stall_s = config.device.stall_timeout
 
     def await_ready(self, progress: Callable[[str, float], None] | None) -> RunnerInfo:
@@ -122,6 +116,8 @@ class Cluster:
                             progress(stage, fraction)
             if self._words or self.is_over:
                 raise self._start_error()
+        if self._watch is not None:  # loading has no deadline
+            self._watch.start()
         startup_s = self._start_clock.stop()
         leaders = [infos[rank] for rank in self.layout.leaders()]
         return replace(
@@ -158,16 +154,20 @@ class Cluster:
         """Readable when `receive` has something."""
         return self._channels.fileno()
 
+    def num_unsent_bytes(self, replica: int) -> int:
+        """Of messages that the leader of a replica was sent and has not taken."""
+        return self._ranks[self.layout.leaders()[replica]].channel.num_unsent_bytes
+
     def send(self, replica: int, frame: bytes) -> None:
-        """To a replica's leader. Raises EngineDead with the reason when it is gone."""
+        """To a replica's leader; returns at once. Raises EngineDead with the reason when the leader
+        is gone, or has taken nothing for the stall timeout."""
         leader = self.layout.leaders()[replica]
         try:
-            self._ranks[leader].channel.send(frame, self._stall_s)
-        except ChannelClosed as closed:
+            self._channels.send(leader, frame)
+            if self._gives_up(leader):
+                raise ChannelClosed
+        except ChannelClosed:
             self._early += self._take(0.0)  # it said why before it closed its end
-            if isinstance(closed, ChannelStuck):
-                reason = f"the engine process has taken no message for {self._stall_s:g} s"
-                self._words[leader] = _Words(reason, after_another=False)
             if leader in self._stopped and not self.is_over:
                 raise EngineDead("The engine is shutting down.") from None
             notice = self.death_notice()
@@ -188,7 +188,13 @@ class Cluster:
     def _take(self, timeout_s: float | None) -> list[tuple[int, Message]]:
         """(rank, message); what ranks say about their own end stays here."""
         found: list[tuple[int, Message]] = []
-        for rank, frame in self._channels.receive(timeout_s):
+        blocked = [r for r, rank in enumerate(self._ranks) if rank.channel.num_unsent_bytes]
+        if blocked and self._stall_s is not None:
+            timeout_s = self._stall_s if timeout_s is None else min(timeout_s, self._stall_s)
+        frames = self._channels.receive(timeout_s)
+        if any(self._gives_up(rank) for rank in blocked):  # one is enough to end all
+            frames += self._channels.receive()
+        for rank, frame in frames:
             if is_boot_frame(frame):
                 failed = Failed.decode(frame)
                 self._words[rank] = _Words(failed.message, failed.after_another, failed)
@@ -201,6 +207,16 @@ class Cluster:
                 case message:
                     found.append((rank, message))
         return found
+
+    def _gives_up(self, rank: int) -> bool:
+        """Cut off a rank that has taken nothing for the stall timeout while messages wait."""
+        channel = self._ranks[rank].channel
+        if self._stall_s is None or channel.at_end or channel.blocked_s < self._stall_s:
+            return False
+        reason = f"the engine process has taken no message for {self._stall_s:g} s"
+        self._words[rank] = _Words(reason, after_another=False)
+        channel.cut()
+        return True
 
     # ---- the end
 
@@ -221,7 +237,7 @@ class Cluster:
         return f"The engine is gone: {self._late(rank)}{self._label(rank)}{reason}"
 
     def _late(self, first: int) -> str:
-        """On the board a rank that stands still looks like those that wait. They give up; it says
+        """In the collective log a frozen rank looks like those that wait. They give up; it says
         nothing."""
         words = self._words.get(first)
         silent = sorted(set(range(len(self._ranks))) - set(self._words) - self._gone())
@@ -236,10 +252,11 @@ class Cluster:
             rank.kill()
         for rank in self._ranks:
             rank.end(0.0)
-        self._remove_folder()
 
     def stop(self, grace_s: float) -> None:
         """End everybody: by asking, and after `grace_s` without. Returns when all are gone."""
+        if self._watch is not None:
+            self._watch.end()
         give_up_s = time.monotonic() + grace_s
         if grace_s > 0:
             for rank in self._ranks:
@@ -250,7 +267,6 @@ class Cluster:
         for rank in self._ranks:
             rank.end(max(0.0, give_up_s - time.monotonic()))
         self._channels.close()
-        self._remove_folder()
 
     def _gone(self) -> set[int]:
         return {i for i, rank in enumerate(self._ranks) if rank.channel.at_end}
@@ -261,6 +277,8 @@ class Cluster:
         A rank that is left alone fails as well, and may be heard first: its peers are gone, or did
         not come to a collective. So those who blame nobody else come before those who do.
         """
+        for rank, reason in self._watch.verdicts.items() if self._watch is not None else ():
+            self._words.setdefault(rank, _Words(reason, after_another=False))
         if len(self._ranks) == 1:
             words = self._words.get(0)
             return 0, words.reason if words is not None else self._ranks[0].exit_reason()
@@ -288,7 +306,3 @@ class Cluster:
 
     def _replica(self, rank: int) -> int:
         return rank // self.layout.tensor_parallel
-
-    def _remove_folder(self) -> None:
-        if self._folder and os.getpid() == self._owner_pid:
-            shutil.rmtree(self._folder, ignore_errors=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from paceline.config import EngineConfig
+from paceline.engine.mailbox import Inbox
 from paceline.engine.messages import (
     Abort,
     Drain,
@@ -36,11 +37,20 @@ from paceline.observe.trace import TraceRing
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.events import Emitted, Events, TokenConstraint
 from paceline.scheduler.scheduler import Scheduler
-from paceline.step import Agreed, Extent, InFlightStep, Lockstep, Runner, StepPlan, Wish
+from paceline.step import (
+    InFlightStep,
+    Lockstep,
+    Runner,
+    StepAgreement,
+    StepPlan,
+    StepProposal,
+    StepSize,
+)
 
 logger = logging.getLogger(__name__)
 _NO_EVENTS = Events()
 SPARE_AFTER_S = 1.0  # a pause between two requests is no spare time
+LONG_STEP_S = 0.05  # so often aborts are looked for while a step runs
 MOST_MESSAGES_PER_TURN = 64  # a burst of submits must not hold up those who run
 
 
@@ -75,6 +85,7 @@ class Engine:
         # So often does a loop at rest show others that it is there: a frozen one is missed.
         self.pulse_s = config.device.stall_timeout / 4
         self.publish = publish
+        self.read_aborts: Callable[[], list[int]] = list  # that came while a long step runs
         self._delay = delay
         self._in_flight: deque[_Launched] = deque()
         self._unpublished: list[Emitted] = []
@@ -92,6 +103,16 @@ class Engine:
     def abort(self, uid: int) -> None:
         """End a request now, whatever it is doing. Unknown uids (ended ones) are ignored."""
         self.scheduler.abort(uid)
+
+    def let_go(self, uids: Iterable[int]) -> None:
+        """Abort these, and report an end of each: the front keeps their places until it hears it.
+
+        One that is not here has ended before, or was dropped in the inbox.
+        """
+        for uid in uids:
+            if not self.scheduler.abort(uid):
+                self.scheduler.report_abort(uid)
+        self.scheduler.drop_unwanted_steps()
 
     def refuse(self, uid: int, error: InvalidRequest) -> None:
         """Answer a request that `add` raised for."""
@@ -114,6 +135,12 @@ class Engine:
             "host_s": self._watch.host_s,
             "num_in_flight": float(len(self._in_flight)),
         }
+
+    @property
+    def doing(self) -> tuple[str, int, float]:
+        """The present stage, the step it is about and when it began; no stage: at rest. For any
+        thread."""
+        return self._watch.present
 
     def start_trace(self) -> None:
         """Record the stages of every step from now on; the ring keeps the newest."""
@@ -153,12 +180,14 @@ class Engine:
             self._finish_oldest()
         return True
 
-    def _agree(self, lockstep: Lockstep, plan: StepPlan | None) -> tuple[StepPlan | None, Agreed]:
+    def _agree(
+        self, lockstep: Lockstep, plan: StepPlan | None
+    ) -> tuple[StepPlan | None, StepAgreement]:
         """What all replicas do next. Who has no rows for it runs an empty plan of that shape."""
         self._stage("agree", 0 if plan is None else plan.step)
         agreed = lockstep.agree(
-            Wish(
-                extent=Extent() if plan is None else self._runner.extent(plan),
+            StepProposal(
+                step_size=StepSize() if plan is None else self._runner.step_size(plan),
                 has_plan=plan is not None,
                 is_unfinished=bool(self._in_flight) or self.scheduler.num_unfinished > 0,
                 is_draining=self.is_draining,
@@ -167,10 +196,10 @@ class Engine:
         )
         if agreed.has_plan:
             plan = plan or self.scheduler.plan_empty()
-            plan.agreed, plan.k = agreed.extent, agreed.extent.k
+            plan.agreed, plan.k = agreed.step_size, agreed.step_size.k
         return plan, agreed
 
-    def _drain(self, agreed: Agreed | None) -> bool:
+    def _drain(self, agreed: StepAgreement | None) -> bool:
         """Nobody has a plan: take what is in flight. False: there is nothing left anywhere."""
         if self._in_flight:
             self._finish_oldest()
@@ -185,6 +214,7 @@ class Engine:
             return False
         if agreed.has_spare_time and not agreed.is_unfinished:
             # All ranks prepare the same things in the same order: there are collectives in it.
+            self._watch.leave()  # it may take long, and is no step
             self.has_spare_time = self._runner.use_spare_time() and self.has_spare_time
             return True
         self.may_end = agreed.is_draining and not agreed.is_unfinished
@@ -209,6 +239,8 @@ class Engine:
     def _finish_oldest(self) -> None:
         launched = self._in_flight[0]
         self._stage("wait", launched.plan.step)
+        while not launched.step.is_over(LONG_STEP_S):
+            self.let_go(self.read_aborts())
         result = launched.step.wait()
         self._in_flight.popleft()
         self._stage("commit", launched.plan.step)
@@ -238,7 +270,6 @@ class Engine:
         scheduler = self.scheduler
         gauges.step = step
         gauges.num_running = scheduler.num_running
-        gauges.num_waiting = scheduler.num_waiting
         gauges.kv_usage = scheduler.kv_usage
         gauges.num_wasted_rows = scheduler.take_wasted_rows()
         gauges.times = self._watch.take_times()
@@ -282,11 +313,13 @@ def run_engine(
     Replicas in lock step sleep and wake together: `wake` sends the number of the next agreement to
     all others. Raises EngineDead when the device failed; every request has been answered by then.
     """
+    unread = Inbox(inbox)
+    engine.read_aborts = unread.take_aborts
     is_idle = False
     while True:
         for _ in range(MOST_MESSAGES_PER_TURN):
             try:
-                message = _rest(engine, inbox, wake) if is_idle else _read(inbox.get_nowait())
+                message = _rest(engine, unread, wake) if is_idle else decode(unread.get())
             except Empty:
                 break
             is_idle = False
@@ -301,20 +334,15 @@ def run_engine(
             return
 
 
-def _read(data: bytes | None) -> object:
-    return Stop() if data is None else decode(data)
-
-
-def _rest(
-    engine: Engine, inbox: SimpleQueue[bytes | None], wake: Callable[[int], None] | None
-) -> object | None:
+def _rest(engine: Engine, inbox: Inbox, wake: Callable[[int], None] | None) -> object | None:
     """The next message, or None: others are awake, or should see that this one is. Meanwhile the
     runner may prepare."""
     timeout_s, prepares = min(SPARE_AFTER_S, engine.pulse_s), True
     lockstep = engine.lockstep
+    message: object | None
     while True:
         try:
-            message = _read(inbox.get(timeout=timeout_s))
+            message = decode(inbox.get(timeout_s))
         except Empty:
             if prepares and lockstep is None:
                 prepares = engine.use_spare_time()
@@ -343,8 +371,7 @@ def _handle(engine: Engine, message: object) -> None:
             except InvalidRequest as error:
                 engine.refuse(request.uid, error)
         case Abort(uids=uids):
-            for uid in uids:
-                engine.abort(uid)
+            engine.let_go(uids)
         case ResetPrefixCache():
             engine.reset_prefix_cache()
         case StartTrace():

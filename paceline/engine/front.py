@@ -90,7 +90,7 @@ def default_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
         ours: values[theirs] for theirs, ours in _DEFAULTS.items() if values.get(theirs) is not None
     }
     try:
-        SamplingParams.from_mapping(chosen)
+        SamplingParams(**chosen)
     except InvalidRequest as error:
         raise ConfigError(
             f"{where} has a default that cannot be used: {error} Use --generation-config vllm "

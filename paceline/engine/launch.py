@@ -6,33 +6,40 @@ Imports neither torch nor the worker: both are resolved by name on the engine's 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Protocol
 
 from paceline.engine.boot import Post
+from paceline.engine.life import Beats
 from paceline.engine.messages import Stop, encode
 from paceline.engine.transport import Channel, ChannelClosed, connected_pair
 from paceline.errors import EngineDead
-from paceline.parallel.placement import Layout, Seat
+from paceline.parallel.placement import Layout, RankPlace
 
 DEFAULT_FACTORY = "paceline.runner.startup:build_runner"
 _WORKER = "paceline.engine.worker"
 _ALONE = Post()
 _STOP_S = 1.0  # a rank that does not read for so long is not asked, but killed
+_MFD_CLOEXEC = 1
+_Process = subprocess.Popen[bytes]
 # A plain interpreter rather than multiprocessing's spawn: that one imports the caller's main
 # module again, so a script without an `if __name__ == "__main__"` guard could not use `LLM`.
 _BOOTSTRAP = (
-    "import json, sys; fd, factory, post, alone, path = sys.argv[1:]; "
+    "import json, sys; fd, factory, post, parent, path = sys.argv[1:]; "
     f"sys.path[:] = json.loads(path); from {_WORKER} import main; "
-    "main(int(fd), factory, post, die_with_parent=alone == '1')"
+    "main(int(fd), factory, post, parent=int(parent))"
 )
 
 
@@ -61,6 +68,42 @@ class EngineHandle(Protocol):
         """By somebody from outside, without a chance to speak. For one that is gone."""
 
 
+class _Starter(threading.Thread):
+    """Starts processes, and lives as long as this one. The kernel sends a rank its parent-death
+    signal when the *thread* that started it ends, and a caller's thread may end any time."""
+
+    _latest: _Starter | None = None
+
+    def __init__(self) -> None:
+        super().__init__(name="paceline-starter", daemon=True)
+        self._jobs: SimpleQueue[tuple[list[str], list[int], Future[_Process]]] = SimpleQueue()
+
+    @classmethod
+    def of_this_process(cls) -> _Starter:
+        if cls._latest is None or not cls._latest.is_alive():  # a fork has none of its threads
+            cls._latest = cls()
+            cls._latest.start()
+        return cls._latest
+
+    def start_process(self, command: list[str], descriptors: list[int]) -> _Process:
+        started: Future[_Process] = Future()
+        self._jobs.put((command, descriptors, started))
+        return started.result()
+
+    def run(self) -> None:
+        # A rank inherits the mask and lifts it when it ignores SIGINT; without this a Ctrl-C in
+        # its first milliseconds would print a traceback of the interpreter's own start.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            command, descriptors, started = self._jobs.get()
+            try:
+                started.set_result(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+                )
+            except BaseException as error:
+                started.set_exception(error)
+
+
 class EngineProcess:
     """One rank in its own process."""
 
@@ -68,25 +111,26 @@ class EngineProcess:
         if not sys.executable:
             raise EngineDead("sys.executable is empty, so no engine process can be started.")
         front, engine = connected_pair()
-        # The kernel sends the parent-death signal when the *thread* that started us ends, so only
-        # a main thread may ask for it. Everybody else relies on the end of the socket.
-        in_main = threading.current_thread() is threading.main_thread()
-        arguments = [factory, post.encode(), str(int(in_main)), json.dumps(sys.path)]
+        arguments = [factory, post.encode(), str(os.getpid()), json.dumps(sys.path)]
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(engine.fileno()), *arguments]
-        with engine, _interrupt_blocked():
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[engine.fileno(), *post.descriptors]
-            )
+        with engine:
+            descriptors = [engine.fileno(), *post.descriptors]
+            self._process = _Starter.of_this_process().start_process(command, descriptors)
         self.channel = Channel(front)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def ask_to_stop(self) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ChannelClosed):
-                self.channel.send(encode(Stop()), _STOP_S)
+                self.channel.send(encode(Stop()))
+                self.channel.flush(_STOP_S)
 
     def end(self, grace_s: float) -> None:
         if grace_s > 0:
@@ -155,24 +199,30 @@ class EngineThread:
 
 
 def start_ranks(
-    factory: str, layout: Layout, folder: str, *, may_use_gpu: bool = False
-) -> list[EngineProcess]:
+    factory: str, layout: Layout, *, may_use_gpu: bool = False
+) -> tuple[list[EngineProcess], Beats]:
     """All ranks, in rank order, each waiting for its `boot.Start` frame. All of them or none."""
     started: list[EngineProcess] = []
     with contextlib.ExitStack() as ends, _interrupt_blocked():
+        posts = _posts(layout, ends)
+        assert posts[0].beats is not None
+        beats = Beats(posts[0].beats, layout.num_ranks)
         try:
-            for post in _posts(layout, folder, ends):
+            for post in posts:
                 started.append(EngineProcess(factory, replace(post, may_use_gpu=may_use_gpu)))
         except BaseException:
             for process in started:
                 process.end(0.0)
                 process.channel.close()
             raise
-    return started
+    return started, beats
 
 
-def _posts(layout: Layout, folder: str, ends: contextlib.ExitStack) -> list[Post]:
-    """Who sits where and who talks to whom. The sockets live until `ends` closes them here."""
+def _posts(layout: Layout, ends: contextlib.ExitStack) -> list[Post]:
+    """Who sits where, who talks to whom, what all share. It is open here until `ends` closes it."""
+    shared = [shared_file("beats", ends)]
+    if layout.num_ranks > 1:
+        shared += [shared_file("store", ends), shared_file("collectives", ends)]
     plans: dict[int, list[int]] = {rank: [] for rank in range(layout.num_ranks)}
     wake: dict[int, int] = {}
     wake_others: dict[int, list[int]] = {rank: [] for rank in plans}
@@ -193,22 +243,39 @@ def _posts(layout: Layout, folder: str, ends: contextlib.ExitStack) -> list[Post
                     wake_others[other].append(outward.fileno())
     return [
         Post(
-            Seat(rank, layout, folder),
+            RankPlace(rank, layout, *map(path_of, shared[1:])),
             tuple(plans[rank]),
             wake.get(rank),
             tuple(wake_others[rank]),
+            tuple(shared),
         )
         for rank in plans
     ]
 
 
+def shared_file(name: str, ends: contextlib.ExitStack) -> int:
+    """The descriptor of an empty file in memory, which is gone with the last process that has it:
+    no folder can be full of it, and none has to be cleared.
+
+    Not os.memfd_create: a Python that was built for an older libc lacks it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = int(libc.memfd_create(f"paceline-{name}".encode(), _MFD_CLOEXEC))
+    if fd < 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise EngineDead(f"No file in memory can be made for the ranks to share: {reason}.")
+    ends.callback(os.close, fd)
+    return fd
+
+
+def path_of(fd: int) -> str:
+    """Where a process that has this descriptor opens its file once more."""
+    return f"/proc/self/fd/{fd}"
+
+
 @contextlib.contextmanager
 def _interrupt_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread and in a process started meanwhile.
-
-    The child inherits the mask and lifts it when it ignores SIGINT; without this a Ctrl-C in its
-    first milliseconds would print a traceback of the interpreter's own start.
-    """
+    """Hold Ctrl-C back in this thread: no rank may be lost between its start and its handle."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -25,7 +25,7 @@ _SUBMIT, _ABORT, _DRAIN, _STOP, _RESET, _START_TRACE, _TAKE_TRACE, _WAKE = range
 _STEP, _READY, _PROGRESS, _DIED, _STOPPED, _TRACED = 16, 17, 18, 19, 20, 21
 
 _SUBMIT_HEAD = struct.Struct("<B3xIqqd")  # kind, prompt length, uid, priority, arrival
-_STEP_HEAD = struct.Struct("<B7xIIIIIIIIqd")  # a multiple of 8, and so are the times after it
+_STEP_HEAD = struct.Struct("<B3xIIIIIIIqd")  # a multiple of 8, and so are the times after it
 _STEP_TIMES = struct.Struct("<ddd")
 _LOGPROBS_HEAD = struct.Struct("<iii")  # row, positions, width
 
@@ -126,7 +126,6 @@ class Gauges:
 
     step: int = 0
     num_running: int = 0
-    num_waiting: int = 0
     kv_usage: float = 0.0
     num_wasted_rows: int = 0  # rows computed for requests that had ended
     num_steps: int = 0  # device steps
@@ -227,8 +226,18 @@ def _params_from_json(values: dict[str, Any]) -> SamplingParams:
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
 
 
+def submit_uid(data: bytes) -> int | None:
+    """Whose submit this is, without decoding it. None: it is another message."""
+    return int(_SUBMIT_HEAD.unpack_from(data)[2]) if data[0] == _SUBMIT else None
+
+
 def encode_abort(uids: Sequence[int]) -> bytes:
     return bytes((_ABORT,)) + np.asarray(uids, np.int64).tobytes()
+
+
+def decode_abort(data: bytes) -> list[int] | None:
+    """The uids. None: it is another message."""
+    return np.frombuffer(data, np.int64, offset=1).tolist() if data[0] == _ABORT else None
 
 
 Plain = Drain | Stop | ResetPrefixCache | StartTrace | TakeTrace | Stopped
@@ -271,8 +280,8 @@ def decode(data: bytes) -> Message:
         return decode_step(data)
     if kind == _SUBMIT:
         return Submit(decode_submit(data))
-    if kind == _ABORT:
-        return Abort(tuple(np.frombuffer(data, np.int64, offset=1).tolist()))
+    if (aborted := decode_abort(data)) is not None:
+        return Abort(tuple(aborted))
     return _decode_rare(kind, data)
 
 
@@ -305,7 +314,7 @@ def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> by
     num_rows, width = rows.token_BW.shape
     packed = _pack_events(events) if events else b""
     head = _STEP_HEAD.pack(
-        _STEP, num_rows, width, len(packed), len(g.times), g.num_running, g.num_waiting,
+        _STEP, num_rows, width, len(packed), len(g.times), g.num_running,
         g.num_wasted_rows, g.num_steps, g.step, g.kv_usage,
     )  # fmt: skip
     parts = [
@@ -326,7 +335,7 @@ def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> by
 
 
 def decode_step(data: bytes) -> StepMessage:
-    (_, rows, width, event_bytes, num_times, running, waiting, wasted, steps, step,
+    (_, rows, width, event_bytes, num_times, running, wasted, steps, step,
      kv_usage) = _STEP_HEAD.unpack_from(data)  # fmt: skip
     at = _STEP_HEAD.size + num_times * _STEP_TIMES.size
     times = [StepTimes(*t) for t in _STEP_TIMES.iter_unpack(data[_STEP_HEAD.size : at])]
@@ -347,7 +356,7 @@ def decode_step(data: bytes) -> StepMessage:
     return StepMessage(
         uid_B, columns[0], token_BW, columns[1], columns[2], columns[3],
         logprobs, prompt_logprobs, events,
-        Gauges(step, running, waiting, kv_usage, wasted, steps, times),
+        Gauges(step, running, kv_usage, wasted, steps, times),
     )  # fmt: skip
 
 

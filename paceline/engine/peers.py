@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
 from paceline.errors import CollectiveError
 from paceline.step import (
-    Extent,
     InFlightStep,
     LateMasks,
     Lockstep,
@@ -23,6 +22,7 @@ from paceline.step import (
     RunnerInfo,
     StepPlan,
     StepResult,
+    StepSize,
 )
 
 _HEADER = struct.Struct("<IB")  # bytes that follow, kind
@@ -53,8 +53,8 @@ class LeadingRunner:
     def has_spare_work(self) -> bool:
         return self._runner.has_spare_work
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return self._runner.extent(plan)
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return self._runner.step_size(plan)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         self.send(_PLAN, encode_plan(plan))
@@ -94,6 +94,9 @@ class _LeadingStep:
     def bind(self, late: LateMasks) -> None:
         self._runner.send(_LATE, encode_late(late))
         self._step.bind(late)
+
+    def is_over(self, within_s: float) -> bool:
+        return self._step.is_over(within_s)
 
     def wait(self) -> StepResult:
         return self._step.wait()

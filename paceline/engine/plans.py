@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from paceline.engine.messages import decode_submit, encode_submit
-from paceline.step import Extent, Ints, LateMasks, PageAppends, SlotInit, StepPlan
+from paceline.step import Ints, LateMasks, PageAppends, SlotInit, StepPlan, StepSize
 
 _HEAD = struct.Struct("<6i")  # step, k, rows, admissions, page appends, flags
-_EXTENT = struct.Struct("<7i")
+_STEP_SIZE = struct.Struct("<7i")
 _INIT = struct.Struct("<7i")  # slot, prompt_len, num_cached, max_len, tokens, pages, request bytes
 _LATE, _AGREED = 1, 2
 
@@ -32,7 +32,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     if plan.late_B is not None:
         parts.append(plan.late_B.tobytes())
     if agreed is not None:
-        parts.append(_EXTENT.pack(*agreed.packed()))
+        parts.append(_STEP_SIZE.pack(*agreed.packed()))
     if appends is not None:
         parts += [_ints(x) for x in (appends.slot, appends.index, appends.page)]
     parts += [_pack_init(init) for init in plan.admissions]
@@ -46,7 +46,7 @@ def decode_plan(data: bytes) -> StepPlan:
     slot_B, query_len_B, k_B, bound_B = (read.array(np.int32, rows) for _ in range(4))
     samples_B = read.array(np.bool_, rows)
     late_B = read.array(np.bool_, rows) if flags & _LATE else None
-    agreed = Extent.unpacked(read.struct(_EXTENT)) if flags & _AGREED else None
+    agreed = StepSize.unpacked(read.struct(_STEP_SIZE)) if flags & _AGREED else None
     appends = None
     if num_appends:
         appends = PageAppends(*(read.array(np.int32, num_appends) for _ in range(3)))

@@ -26,9 +26,14 @@ class Router:
             self._owner[uid] = replica
         return replica
 
+    @property
+    def num_held(self) -> int:
+        """Sequences of all replicas."""
+        return sum(self.num_open)
+
     def owner(self, uid: int) -> int:
         return self._owner[uid]
 
     def release(self, uid: int) -> None:
-        """The sequence is over for the front, whatever its replica still does with it."""
+        """The sequence is over. One that was aborted is over when its replica says so."""
         self.num_open[self._owner.pop(uid)] -= 1

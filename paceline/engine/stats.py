@@ -22,8 +22,8 @@ class EngineStats:
 
     num_replicas: int = 1
     step: int = 0  # of the replica that is furthest
+    num_held: int = 0  # sequences that were submitted, and that no replica has let go of
     num_running: int = 0
-    num_waiting: int = 0
     kv_usage: float = 0.0  # the mean over replicas
 
     num_steps: int = 0
@@ -45,13 +45,17 @@ class EngineStats:
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT), repr=False)
     _newest: dict[int, Gauges] = field(default_factory=dict, repr=False)  # by replica
 
+    @property
+    def num_waiting(self) -> int:
+        """In the front, on the way to an engine or in its queue."""
+        return max(0, self.num_held - self.num_running)
+
     def take(self, message: StepMessage, replica: int = 0) -> None:
         gauges = message.gauges
         self._newest[replica] = gauges
         newest = self._newest.values()
         self.step = max(g.step for g in newest)
         self.num_running = sum(g.num_running for g in newest)
-        self.num_waiting = sum(g.num_waiting for g in newest)
         self.kv_usage = sum(g.kv_usage for g in newest) / self.num_replicas
         self.num_steps += gauges.num_steps
         for times in gauges.times:

@@ -38,6 +38,11 @@ class Stopwatch:
             self.trace.add(self._stage, self.step, self._since_s, now_s)
         self._stage, self.step, self._since_s = stage, step, now_s
 
+    @property
+    def present(self) -> tuple[str, int, float]:
+        """The stage, its step and when it began."""
+        return self._stage, self.step, self._since_s
+
     def leave(self) -> None:
         """The turn is over; what follows is nobody's time."""
         self.enter("")

@@ -1,9 +1,10 @@
-"""Frames of bytes over socket pairs between the front and the engine. Never looks inside them.
+"""Frames of bytes over socket pairs between the front and the engine.
 
-The front side has no thread: `fileno` goes to a poll or an event loop, `receive` takes what is
-there. The engine side has one thread that always reads and one that always writes, so neither
-side can make the other wait: what the front is slow to take stays in the engine's outbox, and
-what the engine is slow to take stays in its inbox.
+The front side has no thread and never waits to send: `send` writes what the socket takes, and the
+rest stays in a mailbox until `fileno` is readable and `receive` is called. The engine side has one
+thread that always reads and one that always writes, so neither side can make the other wait: what
+the front is slow to take stays in the engine's outbox, and what the engine is slow to take stays in
+its inbox.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+
+from paceline.engine.mailbox import Mailbox
 
 _HEADER = struct.Struct("<I")
 _READ_BYTES = 1 << 18
@@ -33,10 +37,6 @@ class ChannelClosed(Exception):
     """The engine side of the channel is gone."""
 
 
-class ChannelStuck(ChannelClosed):
-    """The engine side stands still: it did not read for as long as it was given."""
-
-
 class Channel:
     """The front's end. Not thread-safe: one thread sends and receives."""
 
@@ -44,33 +44,56 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
         self._inbound = bytearray()
-        # Kept across calls: an interrupt in the middle of `send` must not tear a frame.
-        self._outbound = bytearray()
+        self._outbox = Mailbox()
+        self._outbound = bytearray()  # the rest of the frame that was begun
+        self._blocked_since_s = 0.0
         self.at_end = False  # the engine's end is closed and everything it sent was received
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, payload: bytes, timeout_s: float | None = None) -> None:
-        """Write one frame. The engine's inbox thread always reads, so this waits for moments.
+    @property
+    def num_unsent_bytes(self) -> int:
+        return len(self._outbound) + self._outbox.num_bytes
 
-        One that does not read for `timeout_s` (None: for ever) is cut off.
-        """
+    @property
+    def blocked_s(self) -> float:
+        """How long the engine's end has taken nothing while something waits to be sent."""
+        return time.monotonic() - self._blocked_since_s if self._outbound else 0.0
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame and write what the socket takes. Returns at once."""
         if self._socket.fileno() < 0:
             raise ChannelClosed
-        self._outbound += _HEADER.pack(len(payload))
-        self._outbound += payload
-        while self._outbound:
+        self._outbox.put(payload)
+        self.flush()
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Write what the socket takes; wait up to `timeout_s` each time that it takes nothing."""
+        while self._outbound or self._begin_frame():
             try:
                 sent = self._socket.send(self._outbound)
             except BlockingIOError:
-                if self._wait(select.POLLOUT, timeout_s):
-                    continue
-                self._socket.shutdown(socket.SHUT_RDWR)  # `receive` sees the end as well
-                raise ChannelStuck from None
+                if not self._wait(select.POLLOUT, timeout_s):
+                    return
             except (BrokenPipeError, ConnectionResetError):
                 raise ChannelClosed from None
-            del self._outbound[:sent]
+            else:
+                del self._outbound[:sent]
+                self._blocked_since_s = time.monotonic()
+
+    def _begin_frame(self) -> bool:
+        frame = self._outbox.take()
+        if frame is None:
+            return False
+        self._outbound += _HEADER.pack(len(frame)) + frame
+        self._blocked_since_s = time.monotonic()
+        return True
+
+    def cut(self) -> None:
+        """Give the engine's end up: `receive` finds it closed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self, timeout_s: float | None = 0.0) -> list[bytes]:
         """Every whole frame that has arrived; waits up to `timeout_s` (None: for ever) for one.
@@ -119,45 +142,64 @@ class Channel:
 
 
 class Channels:
-    """The front's ends of several channels behind one descriptor."""
+    """The front's ends of all channels behind one descriptor: readable when one of them has
+    something to receive, or takes again what waits to be sent."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
         self._open = {channel.fileno(): i for i, channel in enumerate(self._channels)}
-        self._epoll = select.epoll() if len(self._channels) > 1 else None
-        if self._epoll is not None:
-            for descriptor in self._open:
-                self._epoll.register(descriptor, select.EPOLLIN)
+        self._epoll = select.epoll()
+        self._has_unsent: set[int] = set()
+        for descriptor in self._open:
+            self._epoll.register(descriptor, select.EPOLLIN)
 
     def fileno(self) -> int:
-        return self._channels[0].fileno() if self._epoll is None else self._epoll.fileno()
+        return self._epoll.fileno()
+
+    def send(self, which: int, payload: bytes) -> None:
+        try:
+            self._channels[which].send(payload)
+        finally:
+            self._watch(which)
 
     def receive(self, timeout_s: float | None = 0.0) -> list[tuple[int, bytes]]:
-        """(which channel, frame) of all that has arrived; see `Channel.receive`."""
-        if self._epoll is None:
-            return [(0, frame) for frame in self._channels[0].receive(timeout_s)]
+        """(which channel, frame) of all that has arrived; see `Channel.receive`. Sends as well."""
         if not self._open:
             return []
         found = []
-        for descriptor, _ in self._epoll.poll(timeout_s):
+        for descriptor, events in self._epoll.poll(timeout_s):
             which = self._open[descriptor]
             channel = self._channels[which]
-            found += [(which, frame) for frame in channel.receive()]
+            if events & select.EPOLLOUT:
+                with contextlib.suppress(ChannelClosed):  # then its end is received
+                    channel.flush()
+            if events & ~select.EPOLLOUT:
+                found += [(which, frame) for frame in channel.receive()]
             if channel.at_end:  # it would be readable for ever
                 self._epoll.unregister(descriptor)
                 del self._open[descriptor]
+            self._watch(which)
         return found
+
+    def _watch(self, which: int) -> None:
+        """Ask the kernel when a channel takes more, as long as there is more."""
+        channel = self._channels[which]
+        has_unsent = channel.num_unsent_bytes > 0
+        if has_unsent == (which in self._has_unsent) or channel.fileno() not in self._open:
+            return
+        self._has_unsent ^= {which}
+        events = select.EPOLLIN | (select.EPOLLOUT if has_unsent else 0)
+        self._epoll.modify(channel.fileno(), events)
 
     def show_end(self, which: int) -> None:
         """Make `fileno` readable once more for a channel that has ended."""
         descriptor = self._channels[which].fileno()
-        if self._epoll is not None and descriptor >= 0 and descriptor not in self._open:
+        if descriptor >= 0 and descriptor not in self._open:
             self._epoll.register(descriptor, select.EPOLLIN)
             self._open[descriptor] = which
 
     def close(self) -> None:
-        if self._epoll is not None:
-            self._epoll.close()
+        self._epoll.close()
         self._open.clear()
         for channel in self._channels:
             channel.close()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.e2e.serving import PATIENCE_S, ServerProcess, Streamed
+from tests.e2e.serving import ServerProcess, Streamed
+from tests.patience import PATIENCE_S
 
 NUM_TOKENS = 120
 _PHRASE = "the quick brown fox jumps over the lazy dog. "
@@ -36,13 +37,10 @@ class Disturbance:
         self.server = server
         self._requests = healthy_requests()
         self._pool = ThreadPoolExecutor(len(self._requests))
-        self.undisturbed_s = 0.0
         self.expected = expected or self._undisturbed()
 
     def _undisturbed(self) -> list[Streamed]:
-        began_s = time.monotonic()
         expected = list(self._pool.map(self._stream, range(len(self._requests))))
-        self.undisturbed_s = time.monotonic() - began_s
         for said in expected:
             assert (len(said.token_ids), said.finish_reason) == (NUM_TOKENS, "length")
         assert len({tuple(said.token_ids) for said in expected}) == len(expected)

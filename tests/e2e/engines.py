@@ -29,10 +29,6 @@ def eagle3(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
     return head(workshop, "eagle3", k, **more)
 
 
-def mtp(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
-    return head(workshop, "mtp", k, **more)
-
-
 def head(workshop: Workshop, drafter: str, k: int = 4, **more: Any) -> dict[str, Any]:
     spec = {"method": drafter, "num_speculative_tokens": k, "adaptive": False, **more}
     return spec if drafter == "mtp" else spec | {"model": workshop.head_folder("llama", drafter)}

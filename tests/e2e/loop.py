@@ -7,9 +7,9 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.messages import StepMessage, StepTimes, decode
+from paceline.engine.messages import StepMessage, decode
 from paceline.request import EngineRequest, SamplingParams
-from paceline.runner.runner import CpuRunner
+from paceline.runner.runner import StepRunner
 from paceline.runner.startup import build_runner
 from paceline.scheduler.events import TokenConstraint
 from paceline.step import Runner
@@ -23,11 +23,11 @@ def tiny_engine(
     *,
     delay: Callable[[str], None] | None = None,
     **options: Any,
-) -> tuple[Engine, CpuRunner, dict[int, list[int]]]:
+) -> tuple[Engine, StepRunner, dict[int, list[int]]]:
     """An engine, its runner, and the tokens that it publishes by uid."""
     config = tiny_engine_config(workshop, spec, **options)
     runner = build_runner(config, lambda name, share: None)
-    assert isinstance(runner, CpuRunner)
+    assert isinstance(runner, StepRunner)
     engine, published = listened_to(runner, config, delay=delay)
     return engine, runner, published
 
@@ -50,16 +50,13 @@ def listened_to(
     config: EngineConfig,
     *,
     delay: Callable[[str], None] | None = None,
-    times: list[StepTimes] | None = None,
 ) -> tuple[Engine, dict[int, list[int]]]:
-    """An engine over `runner`, and the tokens that it publishes by uid; `times` gets its steps'."""
+    """An engine over `runner`, and the tokens that it publishes by uid."""
     published: dict[int, list[int]] = {}
 
     def publish(data: bytes) -> None:
         message = decode(data)
         assert isinstance(message, StepMessage)
-        if times is not None:
-            times.extend(message.gauges.times)
         for uid, count, row in zip(
             message.uid_B.tolist(), message.count_B.tolist(), message.token_BW.tolist(), strict=True
         ):

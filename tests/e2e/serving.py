@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.checkpoint.vocabularies import CORPUS
-from tests.server.fake_client import wait_for
-from tests.server.processes import ROOT, processes_of
-from tests.server.serving import Reply
+from tests.patience import PATIENCE_S, wait_for
+from tests.server.processes import ROOT, processes_of, resident_bytes
+from tests.server.serving import JSON, Reply
 from tests.tiny import save_tiny
 
 VOCAB = 300
@@ -37,8 +37,6 @@ PACELINE = [sys.executable, "-m", "paceline"]
 # One thread, exact arithmetic, and drafts: the smallest server that has everything.
 FLAGS = ["--dtype", "float32", "--cpu-threads", "1", "--run-ahead", "1", "--port", "0"]
 FLAGS += ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})]
-# For machines that are busy with something else; nothing waits so long when all is well.
-PATIENCE_S = 120.0
 
 
 def save_served(folder: Path, family: str = "llama", **changes: Any) -> Any:
@@ -144,9 +142,7 @@ class ServerProcess:
 
     def resident_bytes(self) -> int:
         """Memory of the front process."""
-        status = Path(f"/proc/{self.popen.pid}/status").read_text(encoding="utf-8")
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-        return int(line.split()[1]) * 1024
+        return resident_bytes(self.popen.pid)
 
     def send_signal(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
@@ -206,7 +202,7 @@ class ServerProcess:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
         sock.settimeout(PATIENCE_S)
         sock.connect(("127.0.0.1", self.port))
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body) + missing}\r\n\r\n"
         sock.sendall(head.encode() + body)
         return sock
@@ -221,9 +217,6 @@ class ServerProcess:
         """Until no request runs or waits."""
         names = ("num_requests_running", "num_requests_waiting")
         wait_for(lambda: not any(self.gauge(name) for name in names), PATIENCE_S)
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.disturbance import Disturbance
-from tests.e2e.serving import JSON, MAX_MODEL_LEN, VOCAB, ServerProcess
+from tests.e2e.serving import MAX_MODEL_LEN, VOCAB, ServerProcess
+from tests.server.serving import JSON
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -66,7 +67,7 @@ def _many_words(count: int) -> Bad:
     """A chat that is far too long, as people paste them."""
     message = {"role": "user", "content": "hello " * count}
     body = json.dumps({"messages": [message]}).encode()
-    says = rf"has \d+ characters, .* this model serves {MAX_MODEL_LEN} tokens"
+    says = rf"^This model's maximum context length is {MAX_MODEL_LEN} tokens .* has \d+ characters"
     return Bad(400, says, "messages", "context_length_exceeded", body, path=CHAT)
 
 
@@ -99,7 +100,7 @@ BAD: dict[str, list[Bad]] = {
     ],
     "negative parameters": [
         text("max_tokens is -1; it must be at least 1", "max_tokens", max_tokens=-1),
-        chat("max_tokens is -1", "max_completion_tokens", max_completion_tokens=-1),
+        chat("^max_completion_tokens is -1", "max_completion_tokens", max_completion_tokens=-1),
         text("temperature is -0.1; it must be at least 0", "temperature", temperature=-0.1),
         text("top_p is -1.0; it must be above 0", "top_p", top_p=-1),
         text("top_k is -2", "top_k", top_k=-2),
@@ -116,11 +117,12 @@ BAD: dict[str, list[Bad]] = {
         text("temperature is 1e.308", "temperature", temperature=1e308),
         text("n is 1000000000; .*at most 128", "n", n=10**9),
         text("logprobs is 1000000; .*at most 20", "logprobs", logprobs=10**6),
+        chat("^top_logprobs is 99; .*at most 20", "top_logprobs", logprobs=True, top_logprobs=99),
         text("min_tokens is 600.*leaves room for", "min_tokens", min_tokens=600, max_tokens=700),
         text("seed", "seed", seed=10**30),
         text("presence_penalty is 1e.30", "presence_penalty", presence_penalty=1e30),
         text("at most 100", "logit_bias", logit_bias={"5": 1e9}),
-        text("stop has 1000 strings; at most 64", "stop", stop=["x"] * 1000),
+        text("stop has 1000 entries; the limit is 64", "stop", stop=["x"] * 1000),
         text("9 entries|at most 3 drafts", "num_speculative_tokens", num_speculative_tokens=9),
         raw(
             "seed: Integer value out of range", b'{"prompt":"a","seed":%s}' % (b"9" * 9999), "seed"
@@ -146,7 +148,7 @@ BAD: dict[str, list[Bad]] = {
         text("Unknown field 'max_token'. Did you mean 'max_tokens'", "max_token", max_token=5),
         chat("Did you mean 'temperature'", "temperatur", temperatur=1),
         text("Unknown field 'zzzz'.$", "zzzz", zzzz=1),
-        chat("'tools' is not supported yet", "tools", tools=[{"type": "function"}]),
+        chat("'tools' is not supported", "tools", tools=[{"type": "function"}]),
     ],
     "broken JSON": [
         raw("not JSON", b'{"prompt": "a"'),
@@ -171,11 +173,18 @@ BAD: dict[str, list[Bad]] = {
     + [
         Bad(
             415,
+            "has no Content-Type; send JSON with the header 'Content-Type: application/json'",
+            code="unsupported_media_type",
+            body=b'{"prompt": "a"}',
+            headers={},
+        ),
+        Bad(
+            415,
             "encoded as 'gzip'",
             code="unsupported_media_type",
             body=b"\x1f\x8b",
             headers={**JSON, "Content-Encoding": "gzip"},
-        )
+        ),
     ],
     "an oversized body": [
         Bad(

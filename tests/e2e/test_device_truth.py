@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 
 from paceline.layers.attention import ForwardInputs
 from paceline.models.decoder import Decoder
-from paceline.models.draft_heads import EagleModel
+from paceline.models.heads.eagle import EagleModel
 from paceline.sampling.params import pack_bits
 from paceline.step import Ints, StepPlan, StepResult
 from tests.e2e.engines import NGRAM, draft_model, eagle, run, tokens
@@ -246,3 +248,37 @@ def greedy() -> Any:
     from paceline import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(60)
+
+
+def test_a_step_that_everybody_has_left_is_not_computed_and_the_next_one_is_right(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is another one's as well, who must not find pages that were never filled."""
+    prompt = [5 + i % 40 for i in range(50)]
+    logits, num_sampled = Decoder.logits, 0
+
+    def counted(model: Decoder, hidden_ND: torch.Tensor) -> torch.Tensor:
+        nonlocal num_sampled
+        num_sampled += 1
+        return logits(model, hidden_ND)
+
+    monkeypatch.setattr(Decoder, "logits", counted)
+    found = []
+    for has_left in (False, True):
+        engine, runner, published = tiny_engine(workshop, run_ahead=1)
+        num_before, is_free = num_sampled, threading.Event()
+        if has_left:
+            runner._stream._jobs.put(partial(_wait, is_free))  # type: ignore[attr-defined]
+            engine.add(request(1, prompt))
+            engine.turn()
+            engine.let_go([1])
+        engine.add(request(2, prompt))
+        is_free.set()
+        finish(engine)
+        runner.close()
+        found.append((published, num_sampled - num_before))
+    assert found[0] == found[1]

@@ -13,7 +13,7 @@ import torch
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
-from paceline.parallel.placement import LONE_SEAT, Seat
+from paceline.parallel.placement import ONLY_RANK, RankPlace
 from paceline.runner import startup
 from paceline.runner.finding import Progress
 from paceline.runner.startup_cuda import build_fixed_runner
@@ -23,8 +23,8 @@ from tests.e2e.ladder import AXES, PROMPTS, Rung, Workshop, pairwise
 from tests.e2e.test_ladder import check
 
 
-def build_on_cpu(config: EngineConfig, progress: Progress, seat: Seat = LONE_SEAT) -> Runner:
-    return build_fixed_runner(config, progress, seat, torch.device("cpu"))
+def build_on_cpu(config: EngineConfig, progress: Progress, place: RankPlace = ONLY_RANK) -> Runner:
+    return build_fixed_runner(config, progress, place, torch.device("cpu"))
 
 
 @pytest.fixture

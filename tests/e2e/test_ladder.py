@@ -8,17 +8,20 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.kernels.dispatch import has_numba
+from paceline.kernels.table import has_numba
 from tests.e2e.ladder import Rung, Workshop, pairwise, product, run_rung
 
 LAST_RUN = Path(__file__).parent.parent / "ladder_last_run.json"
+Climb = Callable[[Rung], dict[str, int]]
 
 
 def check(rung: Rung, workshop: Workshop) -> dict[str, int]:
@@ -32,22 +35,30 @@ def check(rung: Rung, workshop: Workshop) -> dict[str, int]:
         assert seen["cached"] > 0, "the shared prefix was never hit"
     if not rung.prefix_cache:
         assert seen["cached"] == 0
+    # A window frees pages as it goes. Right drafts free whole requests early, and how many drafts
+    # are right depends on the rounding of this CPU.
+    if rung.pool == "tight" and rung.drafter == "none" and rung.family != "mixtral-window":
+        assert seen["preemptions"] > 0, "the pool was not tight"
     return seen
 
 
-PREEMPTED: dict[str, bool] = {}  # by tight rung
+@pytest.fixture(scope="module")
+def climb(workshop: Workshop) -> Climb:
+    """`check`, once per rung, whichever test asks first."""
+    return cache(lambda rung: check(rung, workshop))
 
 
 @pytest.mark.parametrize("rung", pairwise(), ids=str)
-def test_greedy_tokens_equal_the_reference(rung: Rung, workshop: Workshop) -> None:
-    seen = check(rung, workshop)
-    if rung.pool == "tight":
-        PREEMPTED[str(rung)] = seen["preemptions"] > 0
+def test_greedy_tokens_equal_the_reference(rung: Rung, climb: Climb) -> None:
+    climb(rung)
 
 
-def test_most_tight_rungs_preempted() -> None:
-    """The scheduler avoids it where it can; drafts that are right help it. Rungs come first."""
-    assert sum(PREEMPTED.values()) >= 0.7 * len(PREEMPTED), PREEMPTED
+def test_requests_that_draft_are_preempted_too(climb: Climb) -> None:
+    assert any(climb(rung)["preemptions"] > 0 for rung in tight_rungs_with_drafts(pairwise()))
+
+
+def tight_rungs_with_drafts(rungs: list[Rung]) -> list[Rung]:
+    return [rung for rung in rungs if rung.pool == "tight" and rung.drafter != "none"]
 
 
 def check_share(rungs: list[Rung]) -> tuple[list[str], int]:

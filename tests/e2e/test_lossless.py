@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
+from transformers import LlamaForCausalLM
 
 from paceline import SamplingParams
-from tests.e2e.engines import NGRAM, draft_model, eagle, eagle3, head, mtp, run, tiny_llm, tokens
+from tests.e2e.engines import NGRAM, draft_model, eagle, head, run, tiny_llm, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
+from tests.tiny import VOCAB
 
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -172,33 +175,83 @@ def test_a_request_ends_exactly_at_max_model_len(
         assert output.outputs[0].finish_reason == "length"
 
 
+def top_six(logits_NV: torch.Tensor) -> torch.Tensor:
+    """What top_k = 6 draws from."""
+    kept_NV = logits_NV >= logits_NV.topk(6).values[:, -1:]
+    return logits_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
+
+
+def target_chances(workshop: Workshop, texts: list[list[int]]) -> torch.Tensor:
+    """[text, V]: the token after each text, by transformers."""
+    with torch.no_grad():
+        return top_six(workshop.target("llama")(torch.tensor(texts)).logits[:, -1]).double()
+
+
+def draft_chances(workshop: Workshop, drafter: str, texts: list[list[int]]) -> torch.Tensor:
+    """[text, V]: the first draft after each text, by the drafter's plain reference."""
+    if drafter == "draft_model":
+        model = LlamaForCausalLM.from_pretrained(workshop.draft_folder("llama"))
+        with torch.no_grad():
+            return top_six(model(torch.tensor(texts)).logits[:, -1]).double()
+    plain = workshop.head("llama", drafter)
+    chances = torch.zeros(len(texts), VOCAB, dtype=torch.float64)
+    for row, text in enumerate(texts):
+        feature_ND = plain.features(workshop.target("llama"), text[:-1])
+        with torch.no_grad():
+            out_ND = plain.forward(plain.read(feature_ND), torch.tensor(text[1:]))
+            own_V = top_six(plain.logits(out_ND[-1:]))[0].double()
+        for index in own_V.nonzero()[:, 0].tolist():
+            chances[row, plain.token_of(index)] = own_V[index]
+    return chances
+
+
+def chance_of(counts: Counter[int], expected_V: torch.Tensor) -> float:
+    """The p-value of a chi-square test; tokens that are too rare for it are counted together."""
+    observed = np.array([counts[token] for token in range(VOCAB)], dtype=float)
+    expected = expected_V.numpy()
+    assert not observed[expected == 0].any(), "a token that the target never says"
+    often = expected >= 5
+    pairs = [(observed[often], expected[often])]
+    if expected[~often].sum() >= 5:
+        pairs.append((observed[~often].sum(keepdims=True), expected[~often].sum(keepdims=True)))
+    seen, wanted = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
+
+
 @pytest.mark.trap("E4")
-@pytest.mark.parametrize(
-    ("drafter", "prompt"), [(draft_model, 9), (eagle, 9), (eagle3, 9), (mtp, 8)]
-)
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_probabilistic_drafts_keep_the_targets_distribution(
-    workshop: Workshop, drafter: Callable[..., dict[str, Any]], prompt: int
+    workshop: Workshop, drafter: str
 ) -> None:
-    """First two tokens of many seeds, drafted and not, in one batch with greedy rows."""
-    spec = drafter(workshop, 3, draft_sample_method="probabilistic")
-    count = 1500
+    """Three tokens of many seeds, in one batch with greedy rows.
+
+    A head's training magnifies the rounding of the CPU that it runs on, so how many drafts are
+    accepted differs between machines. What the references of target and drafter expect does too.
+    """
+    spec = {**(spec_of(drafter, workshop, 3) or {}), "draft_sample_method": "probabilistic"}
+    prompt, count = PROMPTS[11], 1500
     params = [
         SamplingParams(seed=seed, max_tokens=3, top_k=6, ignore_eos=True) for seed in range(count)
     ] + [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 20
-    prompts = [PROMPTS[prompt]] * len(params)
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    outputs = run(workshop, prompts, params, spec, **options)
-    drafted = tokens(outputs)
-    assert sum(o.metrics.num_accepted_tokens for o in outputs) > count // 10
-    plain = tokens(run(workshop, prompts, params, None, **options))
-    assert drafted[count:] == plain[count:]
-    for position in (1, 2):
-        a = Counter(t[0][position] for t in drafted[:count])
-        b = Counter(t[0][position] for t in plain[:count])
-        # Two-sample chi-square over the tokens seen often enough.
-        common = [t for t in a | b if a[t] + b[t] >= 20]
-        chi = sum((a[t] - b[t]) ** 2 / (a[t] + b[t]) for t in common)
-        assert chi < len(common) + 5 * (2 * len(common)) ** 0.5
+    outputs = run(workshop, [prompt] * len(params), params, spec, **options)
+    drafted = [one[0] for one in tokens(outputs)]
+    assert drafted[count:] == [workshop.expected("llama")[11][:3]] * 20
+    begun = Counter(tuple(one[:length]) for one in drafted[:count] for length in range(3))
+    for length in range(3):
+        starts = [start for start in begun if len(start) == length]
+        texts = [[*prompt, *start] for start in starts]
+        weight_N = torch.tensor([begun[start] for start in starts], dtype=torch.float64)
+        target_NV = target_chances(workshop, texts)
+        counts = Counter(one[length] for one in drafted[:count])
+        assert chance_of(counts, weight_N @ target_NV) > 1e-6, f"token {length}"
+        if length == 1:  # the one token that is drafted: a third is left for the bonus
+            draft_NV = draft_chances(workshop, drafter, texts)
+            overlap_N = torch.minimum(target_NV, draft_NV).sum(-1)
+            accepted = sum(o.metrics.num_accepted_tokens for o in outputs[:count])
+            deviation = float(weight_N @ (overlap_N * (1 - overlap_N))) ** 0.5
+            assert abs(accepted - float(weight_N @ overlap_N)) < 5 * deviation + 1
+            assert sum(o.metrics.num_draft_tokens for o in outputs[:count]) == count
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

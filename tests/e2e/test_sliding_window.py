@@ -136,7 +136,7 @@ def test_a_prefix_is_found_again_though_its_first_pages_were_given_back(
 
 def test_every_layer_of_the_table_counts_for_how_far_back_pages_are_kept(tmp_path: Path) -> None:
     from paceline.checkpoint.source import locate
-    from paceline.models.spec import read_spec
+    from paceline.models.families import read_spec
 
     def found(name: str, **changes: Any) -> Found:
         save_tiny(tmp_path / name, "mixtral-window", **changes)

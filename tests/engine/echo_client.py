@@ -20,6 +20,7 @@ from paceline.engine.client import EngineClient
 from paceline.engine.front import Front
 from paceline.request import SamplingParams
 from paceline.text.tokenizer import Tokenizer
+from tests.patience import PATIENCE_S
 
 FACTORY = "tests.engine.echo_runner:build_echo"
 EOS = 256
@@ -89,16 +90,16 @@ def submit(client: EngineClient, request_id: str, prompt: str, **params: Any) ->
     return stream
 
 
-def pump_until_finished(client: EngineClient, *streams: Stream, within_s: float = 20.0) -> None:
-    give_up_s = time.monotonic() + within_s
+def pump_until_finished(client: EngineClient, *streams: Stream) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
     while not all(s.finished for s in streams):
         assert time.monotonic() < give_up_s, "the engine did not finish in time"
         client.pump(0.2)
 
 
 def pump_for_ever(client: EngineClient) -> NoReturn:
-    """Until `pump` raises; a minute without that is a failure."""
-    give_up_s = time.monotonic() + 60.0
+    """Until `pump` raises."""
+    give_up_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up_s:
         client.pump(1.0)
     raise AssertionError("the engine lives on")

@@ -16,16 +16,16 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, CollectiveError
-from paceline.parallel.placement import Seat
+from paceline.parallel.placement import RankPlace
 from paceline.request import Done, EngineRequest
 from paceline.step import (
-    Extent,
     LateMasks,
     Runner,
     RunnerInfo,
     SlotInit,
     StepPlan,
     StepResult,
+    StepSize,
     TokenLogprobs,
 )
 
@@ -41,6 +41,8 @@ class Behaviour:
     fail_at: int = 0  # the step that raises
     miss_at: int = 0  # the step that waits in vain for another rank, on all but `at_rank`
     hang_at: int = 0  # the step that never ends
+    spin_at: int = 0  # the step that computes for `spin_s`
+    spin_s: float = 0.0
     k: int = 0
     pages: int = 4096
     slots: int = 8
@@ -78,6 +80,9 @@ class Finished:
     def bind(self, late: LateMasks) -> None:
         raise AssertionError("no late rows here")
 
+    def is_over(self, within_s: float) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self.result
 
@@ -110,6 +115,9 @@ class EchoRunner:
             raise CollectiveError("waited in vain for somebody")
         if plan.step == self.behaviour.hang_at:
             time.sleep(600)
+        if plan.step == self.behaviour.spin_at:
+            while time.perf_counter() - started < self.behaviour.spin_s:
+                pass
         time.sleep(self.behaviour.delay_s)
         for init in plan.admissions:
             self._slots[init.slot] = _occupy(init)
@@ -135,8 +143,8 @@ class EchoRunner:
     def rest(self) -> None:
         pass
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return plan.extent()
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return plan.step_size()
 
     def close(self) -> None:
         self._slots.clear()
@@ -202,10 +210,12 @@ def _logprobs(slot: Slot, row: int, positions: range, top: int) -> TokenLogprobs
     return TokenLogprobs(row, ids, values, np.full(len(positions), 2, np.int32))
 
 
-def build_echo(config: EngineConfig, progress: Callable[[str, float], None], seat: Seat) -> Runner:
+def build_echo(
+    config: EngineConfig, progress: Callable[[str, float], None], place: RankPlace
+) -> Runner:
     """The factory: `tests.engine.echo_runner:build_echo`."""
     behaviour = Behaviour.read(config.model.model)
-    if behaviour.at_rank == seat.rank:
+    if behaviour.at_rank == place.rank:
         behaviour = replace(behaviour, miss_at=0)
     elif behaviour.at_rank != -1:
         behaviour = replace(behaviour, fail_at=0, hang_at=0, refuse="")

@@ -16,7 +16,7 @@ from paceline.engine.admission import Admission
 from paceline.engine.assembly import Delta
 from paceline.engine.client import EngineClient
 from paceline.engine.messages import Events, Gauges, encode_step, without_rows
-from paceline.engine.transport import Channel
+from paceline.engine.transport import Channels
 from paceline.errors import EngineDead, InvalidRequest, PromptTooLong
 from paceline.request import Done, SamplingParams
 from paceline.scheduler.events import Ended
@@ -245,13 +245,55 @@ def test_an_aborted_request_is_not_heard_of_again(client: EngineClient) -> None:
     client.abort("never was")
 
 
+def test_an_aborted_request_keeps_its_places_until_the_engine_has_let_go() -> None:
+    with echo_client("delay_s=0.02") as client:
+        stream = submit(client, "gone", "abc", n=3, max_tokens=500)
+        while not stream.deltas:
+            client.pump(1.0)
+        client.abort("gone")
+        assert (client.num_open, client.num_leaving, client._router.num_held) == (0, 3, 3)
+        pump_until_let_go(client)
+        assert client._router.num_held == 0
+
+
+def test_the_engine_lets_go_also_of_a_request_that_it_has_finished() -> None:
+    with echo_client() as client:
+        submit(client, "over", "abc", max_tokens=3)
+        wait_until_nothing_more_arrives(client)  # its last token is on the way
+        client.abort("over")
+        assert client.num_leaving == 1
+        pump_until_let_go(client)
+
+
+def test_a_stop_string_takes_no_place_after_its_request_has_finished() -> None:
+    with echo_client("delay_s=0.02") as client:
+        run(client, "one two ", max_tokens=500, stop=["two"])
+        assert (client.num_leaving, client._router.num_held) == (0, 0)
+
+
+def pump_until_let_go(client: EngineClient) -> None:
+    give_up_s = time.monotonic() + 20
+    while client.num_leaving:
+        assert time.monotonic() < give_up_s
+        client.pump(0.2)
+
+
+def test_sequences_wait_that_the_engine_has_not_heard_of_yet(client: EngineClient) -> None:
+    while client.stats.num_running:
+        client.pump(1.0)
+    streams = [submit(client, str(i), "abc", max_tokens=3) for i in range(5)]
+    assert (client.stats.num_running, client.stats.num_waiting) == (0, 5)
+    pump_until_finished(client, *streams)
+    assert client.stats.num_waiting == 0
+
+
 def test_a_message_about_an_unknown_request_is_ignored(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events([(10**9, 4)], [10**9], [Ended(10**9, Done.ABORT)])
     stranger = encode_step(without_rows(events, Gauges()))
     with monkeypatch.context() as patch:
-        patch.setattr(Channel, "receive", lambda self, timeout_s: [stranger])
+        patch.setattr(Channels, "receive", lambda self, timeout_s: [(0, stranger)])
         assert client.pump(0.0) == 0
     assert run(client, "ab", max_tokens=2).text() == "ab"
 
@@ -308,7 +350,7 @@ def test_a_slow_sink_does_not_stall_the_engine() -> None:
 
         def slow(deltas: list[Delta]) -> None:
             if not seen:
-                wait_until_nothing_more_arrives(client.fileno())
+                wait_until_nothing_more_arrives(client)
             seen.extend(deltas)
 
         generation = client.submit("slow", ids, SamplingParams(max_tokens=60), on_deltas=slow)
@@ -320,13 +362,13 @@ def test_a_slow_sink_does_not_stall_the_engine() -> None:
         assert sum(len(delta.token_ids) for delta in seen) == 60
 
 
-def wait_until_nothing_more_arrives(fd: int) -> None:
-    waiting = array("i", [0])
-    before = -1
-    while waiting[0] != before:
-        before = waiting[0]
-        time.sleep(0.4)
+def wait_until_nothing_more_arrives(client: EngineClient) -> None:
+    fd, waiting = client._cluster._ranks[0].channel.fileno(), array("i", [0])
+    seen = [-1]
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        time.sleep(0.1)
         fcntl.ioctl(fd, termios.FIONREAD, waiting)
+        seen.append(waiting[0])
 
 
 def test_without_detokenize_there_are_tokens_and_no_text(client: EngineClient) -> None:

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
-from paceline.errors import CheckpointError, ConfigError, EngineDead
+from paceline.errors import CheckpointError, ConfigError, EngineDead, Overloaded
 from tests.engine.echo_client import (
     FACTORY,
+    Stream,
     echo_client,
     echo_front,
     pump_for_ever,
@@ -25,13 +29,12 @@ from tests.engine.echo_client import (
     run,
     submit,
 )
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A shell's background jobs, and so perhaps these tests, begin with SIGINT ignored.
 SCRIPT = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys, time
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from tests.engine.echo_client import FACTORY, echo_front, run
@@ -72,7 +75,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_gone(pid: int, within_s: float) -> bool:
+def wait_gone(pid: int, within_s: float = PATIENCE_S) -> bool:
     give_up_s = time.monotonic() + within_s
     while is_running(pid):
         if time.monotonic() > give_up_s:
@@ -112,16 +115,14 @@ def test_requests_run_in_a_process_that_is_gone_after_close() -> None:
     assert not is_running(pid)
 
 
-def test_a_killed_engine_is_noticed_at_once_by_every_open_request() -> None:
+def test_a_killed_engine_is_noticed_by_every_open_request() -> None:
     with echo_client("delay_s=0.005", in_process=False) as client:
         streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(3)]
         while not all(s.deltas for s in streams):
             client.pump(1.0)
         os.kill(pid_of(client), signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineDead, match="SIGKILL"):
             pump_for_ever(client)
-        assert time.monotonic() - started < 2.0
         for stream in streams:
             assert stream.last().finish_reason == "error"
             assert stream.generation is not None
@@ -133,12 +134,72 @@ def test_a_killed_engine_is_noticed_at_once_by_every_open_request() -> None:
 def test_an_idle_front_learns_of_a_dead_engine_when_it_submits() -> None:
     with echo_client(in_process=False) as client:
         os.kill(pid_of(client), signal.SIGKILL)
-        assert wait_gone(pid_of(client), 2.0)
+        assert wait_gone(pid_of(client))
         # Its other threads may live a moment longer, and its socket with them.
-        assert select.select([client], [], [], 2.0)[0]
+        assert select.select([client], [], [], PATIENCE_S)[0]
         with pytest.raises(EngineDead, match="SIGKILL"):
             submit(client, "one", "abc")
         assert client.num_open == 0
+
+
+@contextmanager
+def frozen(client: EngineClient) -> Iterator[None]:
+    """Its process does not run within the block."""
+    os.kill(pid_of(client), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid_of(client), signal.SIGCONT)
+
+
+LARGE = "x" * 20_000  # four bytes a token: a few of these fill a socket
+
+
+def test_no_submit_waits_for_an_engine_that_does_not_read() -> None:
+    with echo_client("max_len=30000", in_process=False) as client:
+        with frozen(client):
+            streams = [submit(client, str(i), LARGE, max_tokens=3) for i in range(20)]
+            unsent = client._cluster.num_unsent_bytes(0)
+            assert unsent > 10 * 4 * len(LARGE)
+            # One that was not sent is taken back.
+            client.abort("19")
+            assert client._cluster.num_unsent_bytes(0) < unsent - 4 * len(LARGE)
+            assert client.num_leaving == 1  # until the engine says so
+        pump_until_finished(client, *streams[:19])
+        assert [s.text() for s in streams] == ["xxx"] * 19 + [""]
+        while client.num_leaving:
+            client.pump(1.0)
+
+
+def test_what_the_engine_does_not_take_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.client.MOST_UNSENT_BYTES", 1_000_000)
+    with echo_client("max_len=30000", in_process=False) as client:
+        streams: list[Stream] = []
+        with frozen(client), pytest.raises(Overloaded, match="wait for the engine to read them"):
+            streams.extend(submit(client, str(i), LARGE, max_tokens=3) for i in range(100))
+        assert 5 < len(streams) < 50
+        assert client.num_open == len(streams)
+        pump_until_finished(client, *streams)
+        assert run(client, "ab", max_tokens=2).text() == "ab"
+
+
+def test_an_engine_that_takes_nothing_for_the_stall_timeout_is_given_up() -> None:
+    served = echo_client("max_len=30000", in_process=False, stall_timeout=1.0)
+    with served as client, frozen(client):
+        streams = [submit(client, str(i), LARGE, max_tokens=3) for i in range(20)]
+        with pytest.raises(EngineDead, match="has taken no message for 1 s"):
+            pump_for_ever(client)
+        assert {s.last().finish_reason for s in streams} == {"error"}
+
+
+def test_a_batch_is_larger_than_what_may_wait_for_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prompts are submitted as the engine takes them."""
+    monkeypatch.setattr("paceline.engine.client.MOST_UNSENT_BYTES", 0)
+    with echo_client("max_len=30000", in_process=False) as client:
+        outputs = LLM.from_client(client).generate([LARGE] * 12, SamplingParams(max_tokens=2))
+    assert [o.outputs[0].text for o in outputs] == ["xx"] * 12
 
 
 def test_a_device_failure_reaches_the_front_with_its_place() -> None:
@@ -155,14 +216,46 @@ def test_the_engine_dies_with_its_front() -> None:
         assert lines[3] == "abcabc"
         assert is_running(pid)
         front.kill()
-        assert wait_gone(pid, 2.0)
+        assert wait_gone(pid)
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_stopped_engine_dies_with_its_front_whichever_thread_started_it(thread: str) -> None:
+    """That thread may have ended long ago, and the engine reads no socket."""
+    code = """
+import sys, threading, time
+from paceline.config import EngineConfig
+from paceline.engine.client import EngineClient
+from tests.engine.echo_client import FACTORY, echo_front, run
+
+def begin():
+    global client
+    client = EngineClient.start(EngineConfig.from_keywords(), factory=FACTORY, front=echo_front())
+
+thread = threading.Thread(target=begin)
+thread.start() if sys.argv[1] == "another" else begin()
+if sys.argv[1] == "another":
+    thread.join()
+print(client.engine_pid, run(client, "abc", max_tokens=6).text(), flush=True)
+time.sleep(60)
+"""
+    with start(code, thread) as front:
+        pid, text = first_line(front).split()
+        assert text == "abcabc"
+        try:
+            os.kill(int(pid), signal.SIGSTOP)
+            front.kill()
+            assert wait_gone(int(pid), 20.0)
+        finally:
+            if is_running(int(pid)):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_front_that_ends_without_closing_leaves_no_engine() -> None:
     with start(SCRIPT, "") as front:
         pid = int([first_line(front) for _ in range(3)][2].split()[1])
-        assert front.wait(10) == 0
-        assert wait_gone(pid, 2.0)
+        assert front.wait(PATIENCE_S) == 0
+        assert wait_gone(pid)
 
 
 def test_a_script_without_a_main_guard_works(tmp_path: Path) -> None:
@@ -173,24 +266,22 @@ def test_a_script_without_a_main_guard_works(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.splitlines()[-1] == "abcabc", done.stderr
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("moment", ["at once", "while loading"])
-def test_ctrl_c_while_loading_ends_everything_within_two_seconds(moment: str) -> None:
-    with start(SCRIPT, "load_s=60") as front:
+def test_ctrl_c_while_loading_ends_everything(moment: str) -> None:
+    with start(SCRIPT, "load_s=600") as front:
         if moment == "while loading":
             assert first_line(front) == "progress"
         else:
             time.sleep(0.3)
         os.killpg(front.pid, signal.SIGINT)  # as a terminal does
-        started = time.monotonic()
-        front.wait(10)
-        assert time.monotonic() - started < 2.0
-        give_up_s = time.monotonic() + 1.0
+        front.wait(PATIENCE_S)
+        give_up_s = time.monotonic() + PATIENCE_S
         while members(front.pid) and time.monotonic() < give_up_s:
             time.sleep(0.02)
         assert members(front.pid) == []
@@ -203,31 +294,32 @@ def test_ctrl_c_while_generating_leaves_the_engine_to_the_front() -> None:
     code = f"""{SCRIPT}
 from paceline import LLM, SamplingParams
 llm = LLM.from_client(client)
-print("generating", flush=True)
 try:
+    print("generating", flush=True)
     llm.generate(["abc"] * 50, SamplingParams(max_tokens=500))
 except KeyboardInterrupt:
     print(llm.generate("xy", SamplingParams(max_tokens=4))[0].outputs[0].text, flush=True)
 """
-    with start(code, "delay_s=0.01") as front:
+    with start(code, "delay_s=0.05") as front:
         while first_line(front) != "generating":
             assert front.poll() is None
         time.sleep(0.3)
         os.killpg(front.pid, signal.SIGINT)
-        out, errors = front.communicate(timeout=20)
+        out, errors = front.communicate(timeout=PATIENCE_S)
         assert (out, errors) == ("xyxy\n", "")
 
 
 def test_a_terminate_signal_to_the_group_leaves_the_decision_to_the_front() -> None:
     code = f"""{SCRIPT}
-signal.signal(signal.SIGTERM, lambda *_: None)
+import signal, threading
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
 print("listening", flush=True)
-signal.pause()
+told.wait()
 print(run(client, "xy", max_tokens=4).text(), flush=True)
 """
     with start(code, "") as front:
         assert [first_line(front) for _ in range(5)][4] == "listening"
-        time.sleep(0.05)
         os.killpg(front.pid, signal.SIGTERM)
         assert first_line(front) == "xyxy"
 
@@ -299,7 +391,7 @@ def test_a_fork_of_the_front_does_not_take_the_engine_with_it() -> None:
     code = "\nimport os\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()\n"
     more = "print(run(client, 'xy', max_tokens=4).text(), flush=True)"
     with start(SCRIPT + code + more, "") as front:
-        out, errors = front.communicate(timeout=20)
+        out, errors = front.communicate(timeout=PATIENCE_S)
         assert out.splitlines()[-1] == "xyxy", errors
 
 

@@ -1,4 +1,4 @@
-"""The loop at every depth: aborts, preemption, reuse of slots, failure, the bubble."""
+"""The loop at every depth: preemption, reuse of slots, failure, the bubble."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.messages import RESTED, StepMessage, StepTimes, decode
 from paceline.errors import EngineDead
 from paceline.request import Done
-from paceline.step import Extent, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
+from paceline.step import LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult, StepSize
 from tests.engine.harness import Harness, ModThree, engine_config, request
 from tests.fakes import FakeRunner, FakeStep, runner_info
 
@@ -94,54 +94,6 @@ def test_a_slot_is_reused_at_once_and_late_rows_of_its_former_owner_do_not_leak(
     assert hits == [[0]] + [[12]] * 7
     if depth:
         assert harness.front.num_wasted_rows > 0
-
-
-# ---- aborts
-
-
-@all_depths
-@pytest.mark.parametrize("after", range(6))
-def test_an_abort_at_any_moment_ends_the_stream_and_frees_all(depth: int, after: int) -> None:
-    """Waiting, between chunks, in flight, decoding: by how many turns came before."""
-    harness = Harness(runner_info(max_k=2), depth=depth, max_num_batched_tokens=12)
-    stream = harness.add(request(1, prompt(20), max_tokens=30))
-    other = harness.add(request(2, prompt(20, 9), max_tokens=10))
-    for _ in range(after):
-        harness.turn()
-    harness.engine.abort(1)
-    harness.engine.abort(1)
-    harness.engine.abort(77)
-    harness.run()
-    harness.check_outputs()
-    assert stream.done == Done.ABORT
-    assert other.done == Done.LENGTH
-
-
-@all_depths
-def test_rows_in_flight_of_an_aborted_request_are_counted_as_wasted(depth: int) -> None:
-    harness = Harness(runner_info(), depth=depth)
-    harness.add(request(1, prompt(5), max_tokens=30))
-    for _ in range(5):
-        harness.turn()
-    assert harness.num_in_flight == depth
-    harness.engine.abort(1)
-    harness.run()
-    assert harness.front.num_wasted_rows == depth
-    assert harness.engine.stats()["num_wasted_rows"] == depth
-
-
-@all_depths
-def test_a_preempted_request_can_be_aborted_before_it_has_drained(depth: int) -> None:
-    harness = Harness(runner_info(max_k=2), depth=depth)
-    stream = harness.add(request(1, prompt(5), max_tokens=30))
-    for _ in range(4):
-        harness.turn()
-    harness.engine.reset_prefix_cache(preempt_running=True)
-    harness.engine.abort(1)
-    harness.run()
-    harness.check_outputs()
-    assert stream.done == Done.ABORT
-    assert harness.front.num_wasted_rows == depth
 
 
 # ---- preemption and cache resets
@@ -333,8 +285,8 @@ class Scripted:
     def info(self) -> RunnerInfo:
         return self._runner.info
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return plan.extent()
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return plan.step_size()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         return ScriptedStep(self._runner.launch(plan), *next(self._times))
@@ -355,6 +307,9 @@ class ScriptedStep:
 
     def bind(self, late: LateMasks) -> None:
         raise AssertionError("no late rows here")
+
+    def is_over(self, within_s: float) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         result = self._step.wait()
@@ -389,7 +344,7 @@ def test_the_bubble_is_idle_time_between_steps_but_not_while_there_is_no_work() 
     assert [t.idle_s for t in times] == pytest.approx([RESTED, 0.0, 0.5, RESTED, 0.25])
     assert [t.busy_s for t in times] == pytest.approx([1.0, 1.0, 0.5, 1.0, 0.75])
     assert all(t.host_s > 0 for t in times)
-    assert stats["host_s"] < 1.0
+    assert stats["host_s"] < stats["busy_s"], "the device's time is not the host's"
 
 
 @all_depths
@@ -411,7 +366,7 @@ def test_host_time_is_that_of_the_stages_without_waiting(
     assert per_step_s == pytest.approx(0.002, rel=0.25)
 
 
-def test_gauges_follow_the_queue_and_the_pages() -> None:
+def test_gauges_follow_the_slots_and_the_pages() -> None:
     harness = Harness(runner_info(num_slots=2, num_pages=64, page_size=4))
     for uid in (1, 2, 3):
         harness.add(request(uid, prompt(8, uid), max_tokens=4))
@@ -419,11 +374,11 @@ def test_gauges_follow_the_queue_and_the_pages() -> None:
     harness.turn()
     assert harness.front.last is not None
     gauges = harness.front.last.gauges
-    assert (gauges.num_running, gauges.num_waiting) == (2, 1)
+    assert gauges.num_running == 2
     assert 0.0 < gauges.kv_usage < 1.0
     harness.run()
     gauges = harness.front.last.gauges
-    assert (gauges.num_running, gauges.num_waiting, gauges.kv_usage) == (0, 0, 0.0)
+    assert (gauges.num_running, gauges.kv_usage) == (0, 0.0)
     assert gauges.step == len(plans(harness))
 
 

@@ -59,6 +59,8 @@ class Traffic:
             harness.add(req, ModThree(vocab) if is_constrained else None)
         if rng.random() < 0.06 and harness.requests:
             harness.engine.abort(rng.choice(list(harness.requests)))
+        if rng.random() < 0.03:  # everybody leaves
+            harness.engine.let_go(harness.requests)
         if rng.random() < 0.03:
             harness.engine.reset_prefix_cache(preempt_running=rng.random() < 0.5)
 
@@ -81,7 +83,9 @@ def random_info(rng: random.Random, max_k: int) -> RunnerInfo:
             return info
 
 
-def random_harness(rng: random.Random, *, depth: int, max_k: int, threaded: bool) -> Harness:
+def random_harness(
+    rng: random.Random, *, depth: int, max_k: int, threaded: bool, lazy: bool
+) -> Harness:
     info = random_info(rng, max_k)
 
     def sleep(*_: str) -> None:
@@ -96,6 +100,7 @@ def random_harness(rng: random.Random, *, depth: int, max_k: int, threaded: bool
         acceptance=rng.choice([0.0, 0.3, 0.7, 1.0]),
         no_draft=rng.choice([0.0, 0.2, 1.0]),
         delay=sleep if threaded else None,
+        is_lazy=lazy,
     )
     runner.keeps_plans = False
     return Harness(
@@ -110,9 +115,11 @@ def random_harness(rng: random.Random, *, depth: int, max_k: int, threaded: bool
     )
 
 
-def run_seed(seed: int, *, depth: int, max_k: int, threaded: bool = False) -> Harness:
+def run_seed(
+    seed: int, *, depth: int, max_k: int, threaded: bool = False, lazy: bool = False
+) -> Harness:
     rng = random.Random(f"{seed}/{depth}/{max_k}")
-    harness = random_harness(rng, depth=depth, max_k=max_k, threaded=threaded)
+    harness = random_harness(rng, depth=depth, max_k=max_k, threaded=threaded, lazy=lazy)
     traffic = Traffic(rng, harness)
     for _ in range(rng.randint(3, 30)):
         traffic.act()
@@ -146,6 +153,14 @@ def test_random_traffic_gives_the_tokens_of_requests_run_alone(depth: int, max_k
 def test_random_delays_on_both_sides_change_no_token(depth: int) -> None:
     for seed in range(12):
         run_seed(seed, depth=depth, max_k=3, threaded=True)
+
+
+@pytest.mark.parametrize("depth", range(1, 4))
+def test_steps_that_are_left_out_when_everybody_leaves_change_no_token(depth: int) -> None:
+    num_left_out = 0
+    for seed in range(200):
+        num_left_out += run_seed(seed, depth=depth, max_k=3, lazy=True).runner.num_left_out
+    assert num_left_out > 20
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
-from paceline.engine.engine import Engine, run_engine
+import pytest
+
+from paceline.engine.engine import MOST_MESSAGES_PER_TURN, Engine, run_engine
 from paceline.engine.messages import (
     Drain,
     Message,
@@ -21,6 +23,7 @@ from paceline.engine.messages import (
 from paceline.request import Done
 from tests.engine.harness import engine_config, request
 from tests.fakes import FakeRunner, runner_info
+from tests.patience import PATIENCE_S
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
@@ -81,6 +84,48 @@ def test_aborts_and_resets_arrive_through_the_inbox() -> None:
     assert ends(messages) == {1: Done.LENGTH, 2: Done.ABORT}
 
 
+def test_submits_that_are_aborted_unread_cost_neither_a_decode_nor_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_decoded = 0
+
+    def counted(data: bytes) -> Message:
+        nonlocal num_decoded
+        num_decoded += 1
+        return decode(data)
+
+    monkeypatch.setattr("paceline.engine.engine.decode", counted)
+    uids = range(1, 10 * MOST_MESSAGES_PER_TURN)
+    messages = served(
+        *(encode_submit(request(uid, prompt(5))) for uid in uids),
+        *(encode_abort([uid]) for uid in uids),
+        encode(Drain()),
+    )
+    assert ends(messages) == dict.fromkeys(uids, Done.ABORT)  # each has its answer
+    assert num_decoded == 2  # all aborts, and Drain
+    assert all(m.gauges.num_steps == 0 for m in messages if isinstance(m, StepMessage))
+
+
+def test_an_abort_does_not_wait_behind_submits_of_others() -> None:
+    first, last = request(1, prompt(5), max_tokens=40), 10 * MOST_MESSAGES_PER_TURN
+    later = [encode_submit(request(uid, prompt(5), max_tokens=1)) for uid in range(2, last)]
+    info = runner_info()
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    inbox.put(encode_submit(first))
+    runner = FakeRunner(info)
+    engine = Engine(runner, engine_config(info), lambda data: None)
+
+    def come(stage: str) -> None:
+        if stage == "wait" and runner.num_steps == 1:
+            for data in [*later, encode_abort([1]), encode(Stop())]:
+                inbox.put(data)
+
+    engine._delay = come
+    run_engine(engine, inbox)
+    num_rows = sum(int((plan.uid_B == 1).sum()) for plan in runner.plans)
+    assert num_rows == 1
+
+
 def test_an_idle_engine_waits_for_its_inbox_and_stops_when_the_front_is_gone() -> None:
     info = runner_info()
     inbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -92,7 +137,7 @@ def test_an_idle_engine_waits_for_its_inbox_and_stops_when_the_front_is_gone() -
         inbox.put(encode_submit(request(uid, prompt(5), max_tokens=1)))
         found: dict[int, Done] = {}
         while uid not in found:
-            found |= ends([out.get(timeout=20)])
+            found |= ends([out.get(timeout=PATIENCE_S)])
     inbox.put(None)
-    thread.join(timeout=20)
+    thread.join(timeout=PATIENCE_S)
     assert not thread.is_alive()

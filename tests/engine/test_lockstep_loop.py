@@ -27,32 +27,32 @@ from paceline.engine.messages import (
     encode,
     encode_submit,
 )
-from paceline.step import Agreed, Extent, Wish
+from paceline.step import StepAgreement, StepProposal, StepSize
 from tests.engine.harness import engine_config, request
 from tests.fake_model import reference_output
 from tests.fakes import FakeRunner, runner_info
+from tests.patience import PATIENCE_S
 
 K = 3
-PATIENCE_S = 20.0
 
 
 class Table:
     """Where the replicas of one test meet: an agreement is a barrier that everybody fills."""
 
     def __init__(self, size: int) -> None:
-        self.wishes: list[Wish] = [Wish()] * size
+        self.proposals: list[StepProposal] = [StepProposal()] * size
         self.size = size
-        self.agreements: list[list[Wish]] = []
+        self.agreements: list[list[StepProposal]] = []
         self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
 
-    def meet(self, place: int, wish: Wish) -> list[Wish]:
-        self.wishes[place] = wish
+    def meet(self, place: int, proposal: StepProposal) -> list[StepProposal]:
+        self.proposals[place] = proposal
         self._barrier.wait()
-        wishes = list(self.wishes)
+        proposals = list(self.proposals)
         if place == 0:
-            self.agreements.append(wishes)
+            self.agreements.append(proposals)
         self._barrier.wait()
-        return wishes
+        return proposals
 
 
 @dataclass
@@ -61,15 +61,15 @@ class TableLockstep:
     place: int
     number: int = 0
 
-    def agree(self, wish: Wish) -> Agreed:
-        wishes = self.table.meet(self.place, wish)
+    def agree(self, proposal: StepProposal) -> StepAgreement:
+        proposals = self.table.meet(self.place, proposal)
         self.number += 1
-        return Agreed(
-            extent=Extent.joined([w.extent for w in wishes]),
-            has_plan=any(w.has_plan for w in wishes),
-            is_unfinished=any(w.is_unfinished for w in wishes),
-            is_draining=all(w.is_draining for w in wishes),
-            has_spare_time=any(w.has_spare_time for w in wishes),
+        return StepAgreement(
+            step_size=StepSize.joined([w.step_size for w in proposals]),
+            has_plan=any(w.has_plan for w in proposals),
+            is_unfinished=any(w.is_unfinished for w in proposals),
+            is_draining=all(w.is_draining for w in proposals),
+            has_spare_time=any(w.has_spare_time for w in proposals),
         )
 
 

@@ -152,7 +152,7 @@ def step_message(rows: int, width: int, num_logprobs: int) -> StepMessage:
         logprobs=[logprobs(i, 2, 3) for i in range(num_logprobs)],
         prompt_logprobs=[logprobs(i, 5, 1) for i in range(num_logprobs)],
         events=Events([(1, 16), (2**50, 0)], [7], [Ended(3, Done.ABORT), Ended(4, 6, "é", "X")]),
-        gauges=Gauges(2**40, 3, 4, 0.25, 5, 6, [StepTimes(1e-6, 2e-3, 0.1)] * rows),
+        gauges=Gauges(2**40, 3, 0.25, 5, 6, [StepTimes(1e-6, 2e-3, 0.1)] * rows),
     )
 
 

@@ -17,11 +17,10 @@ from paceline.engine.peers import LeadingRunner, follow
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
 from paceline.errors import CollectiveError
 from paceline.request import SamplingParams
-from paceline.step import Extent, LateMasks, PageAppends, SlotInit, StepPlan
+from paceline.step import LateMasks, PageAppends, SlotInit, StepPlan, StepSize
 from tests.engine.harness import Front, ModThree, Stream, engine_config, request
 from tests.fakes import FakeRunner, runner_info
-
-PATIENCE_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 def ints(*values: int) -> Any:
@@ -53,7 +52,7 @@ def some_plan(**changes: Any) -> StepPlan:
         admissions=[admitted],
         page_appends=PageAppends(ints(1, 1), ints(4, 5), ints(7, 8)),
         late_B=np.array([True, False]),
-        agreed=Extent(9, 8, 4, 3, 2, False, True),
+        agreed=StepSize(9, 8, 4, 3, 2, False, True),
     )
     return replace(plan, **changes)
 
@@ -129,7 +128,7 @@ def test_a_peer_launches_what_its_leader_launches(depth: int, is_constrained: bo
     while engine.turn():
         pass
     mine.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     leading.close()
     following.close()
     assert not failed
@@ -166,7 +165,7 @@ def test_a_leader_that_says_nothing_is_missed_at_rest_too() -> None:
 
     def run() -> None:
         try:
-            follow(FakeRunner(info), theirs, 1, 0.5)
+            follow(FakeRunner(info), theirs, 1, 1.0)
         except BaseException as error:
             failed.append(error)
 
@@ -174,13 +173,13 @@ def test_a_leader_that_says_nothing_is_missed_at_rest_too() -> None:
     thread.start()
     while engine.turn():
         pass
-    for _ in range(8):
+    for _ in range(12):
         time.sleep(0.2)
         assert not engine.turn()  # a pulse
     assert thread.is_alive(), "it rests"
     thread.join(PATIENCE_S)
     assert [type(x) for x in failed] == [CollectiveError]
-    assert "has sent nothing for 1 s" in str(failed[0])
+    assert "has sent nothing for 2 s" in str(failed[0])
     mine.close()
     theirs.close()
 
