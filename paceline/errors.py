@@ -9,17 +9,24 @@ PacelineError
 ├── CheckpointError                weights, config or tokenizer cannot be loaded -> exit 1
 ├── MissingExtra (ImportError)     a feature needs a package that is not there   -> exit 1
 ├── CollectiveError                ranks disagree, or one of them did not come   -> exit 1
+├── StoppedWhileLoading            a signal came before the engine was ready     -> exit 128 + n
 └── EngineDead                     the engine process stopped; nothing can run   -> HTTP 503
 """
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+# Most characters of a user's input in an error message.
+MAX_SHOWN = 200
 
 
 class PacelineError(Exception):
     """Base of every deliberate error."""
+
+    exit_code = 1  # of a command that ends with it
 
 
 class InvalidRequest(PacelineError, ValueError):
@@ -29,7 +36,7 @@ class InvalidRequest(PacelineError, ValueError):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param = None if param is None else cut(param)
 
 
 class PromptTooLong(InvalidRequest):
@@ -39,7 +46,7 @@ class PromptTooLong(InvalidRequest):
 class NotFound(PacelineError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param = None if param is None else cut(param)
         self.code = code
 
 
@@ -54,6 +61,8 @@ class Overloaded(PacelineError):
 class ConfigError(PacelineError, ValueError):
     """A flag, keyword or configuration file that cannot be used."""
 
+    exit_code = 2
+
 
 class CheckpointError(PacelineError):
     """Weights, config or tokenizer files that cannot be loaded."""
@@ -67,11 +76,44 @@ class CollectiveError(PacelineError, RuntimeError):
     """Ranks are not at the same collective; the message says who is where."""
 
 
+class StoppedWhileLoading(PacelineError):
+    """A signal ended the command before its model was loaded."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__("stopped while loading")
+        self.exit_code = 128 + signal_number  # what a shell reports for a program that it ended
+
+
 class EngineDead(PacelineError, RuntimeError):
     """The engine process has stopped; the message says why."""
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` Did you mean 'x'?`, or an empty string when nothing is close."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    # The cost grows with the square of the length.
+    match = difflib.get_close_matches(name[:MAX_SHOWN], list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def context_length(limit: int) -> str:
+    """How errors about a long prompt begin; litellm and others look for these words."""
+    return f"This model's maximum context length is {limit} tokens of prompt and output together."
+
+
+def shown(value: object) -> str:
+    """A user's value as an error message quotes it."""
+    # `reprlib` looks at the first entries only, so that a large value costs nothing.
+    return repr(value[:MAX_SHOWN]) + _dots(value) if type(value) is str else cut(_REPR.repr(value))
+
+
+def cut(text: str) -> str:
+    """A user's text, or one that quotes it, at the length an error message may have of it."""
+    return text[:MAX_SHOWN] + _dots(text)
+
+
+def _dots(text: str) -> str:
+    return "..." if len(text) > MAX_SHOWN else ""
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = MAX_SHOWN

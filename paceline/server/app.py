@@ -22,6 +22,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from paceline.errors import StoppedWhileLoading
 from paceline.server.chat import ChatEndpoint
 from paceline.server.completions import CompletionEndpoint
 from paceline.server.failures import NotReady
@@ -32,6 +33,7 @@ from paceline.server.listen import bind, connection_limit, request_limit, url_of
 from paceline.server.options import ServerOptions
 from paceline.server.service import DRAINING_RETRY_S, Client, Service
 from paceline.server.tokens import TokenEndpoints
+from paceline.server.turns import TakesTurns
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
         service.close()
 
     routes = _routes(service)
-    middleware = [Middleware(Gate, options=options)]
+    middleware = [Middleware(TakesTurns, turns=service.turns), Middleware(Gate, options=options)]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -103,6 +105,7 @@ def run_server(
     `client_factory` loads the model in a thread of its own while the server already answers
     /health. `on_ready` gets the URL and a command to try once requests are served. What the
     factory raises is raised here; a port in use is a PacelineError before anything is loaded.
+    SIGTERM, SIGINT and SIGHUP let open requests end; while loading they are StoppedWhileLoading.
     """
     sock = bind(options)
     try:
@@ -135,7 +138,7 @@ class _Life:
         if limit < options.max_waiting:
             logger.info("max_waiting is %d, so that `ulimit -n` suffices", limit)
         self._options = replace(options, max_waiting=limit)
-        self._signals = 0
+        self._signals: list[signal.Signals] = []
         self._wake = asyncio.Event()
 
     async def run(self, sock: socket.socket) -> int:
@@ -143,16 +146,15 @@ class _Life:
         service: Service = app.state.service
         service.on_change = self._wake.set
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal, number)
         loaded = self._load(loop)
         server = HttpServer(app, self._options, sock, self._max_connections)
         await server.start()
         client: Client | None = None
         try:
             client = await self._await_client(loaded)
-            if client is None:
-                return 0  # told to stop while loading
             service.attach(client)
             service.start_pump()
             url = url_of(sock)
@@ -161,15 +163,16 @@ class _Life:
                 self._on_ready(url, curl_line(url, self._options))
             return await self._serve(service)
         finally:
-            # A second signal means now: no farewell to connections either.
-            at_once = self._signals > 1
+            # A second signal means now, and while loading so does the first: open connections
+            # are cut off.
+            at_once = client is None or len(self._signals) > 1
             await server.stop(grace_s=0.0 if at_once else _FLUSH_S)
             service.close()
             if client is not None:
                 client.close(0.0 if at_once else _ENGINE_GRACE_S)
 
-    def _on_signal(self) -> None:
-        self._signals += 1
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signals.append(number)
         self._wake.set()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Client]:
@@ -200,7 +203,7 @@ class _Life:
         threading.Thread(target=work, name="paceline-load", daemon=True).start()
         return future
 
-    async def _await_client(self, loaded: asyncio.Future[Client]) -> Client | None:
+    async def _await_client(self, loaded: asyncio.Future[Client]) -> Client:
         while not loaded.done():
             stopped = asyncio.ensure_future(self._wake.wait())
             either: set[asyncio.Future[Any]] = {loaded, stopped}
@@ -208,7 +211,7 @@ class _Life:
             stopped.cancel()
             if self._signals:
                 loaded.cancel()
-                return None
+                raise StoppedWhileLoading(self._signals[0])
             self._wake.clear()
         return loaded.result()
 
@@ -222,7 +225,7 @@ class _Life:
         if service.death is not None:
             await asyncio.sleep(0)  # its readers are told in their own tasks
             return 1
-        return 130 if self._signals > 1 else 0
+        return 130 if len(self._signals) > 1 else 0
 
     async def _drain(self, service: Service) -> None:
         limit_s = self._options.drain_timeout_s
@@ -234,7 +237,7 @@ class _Life:
         service.drain()
         try:
             async with asyncio.timeout(limit_s):
-                while service.jobs and self._signals < 2 and service.death is None:
+                while service.jobs and len(self._signals) < 2 and service.death is None:
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:

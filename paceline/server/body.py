@@ -28,15 +28,27 @@ _MAX_SHOWN = 80
 
 
 @asynccontextmanager
-async def read_request(request: Request, service: Service, kind: type[T]) -> AsyncIterator[T]:
-    """The typed request. Inside, its bytes count against what the server holds at once."""
-    async with read_body(request, service) as body:
-        yield parse(body, kind)
+async def read_request(
+    request: Request, service: Service, kind: type[T], *, num_sequences: int = 0
+) -> AsyncIterator[tuple[T, int]]:
+    """The typed request and the size of its body, which bounds the work that it can cause.
+
+    Inside, its bytes count against what the server holds at once.
+    """
+    async with read_body(request, service, num_sequences=num_sequences) as body:
+        yield await service.off_loop(len(body), lambda: parse(body, kind)), len(body)
 
 
 @asynccontextmanager
-async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
+async def read_body(
+    request: Request, service: Service, *, num_sequences: int = 0
+) -> AsyncIterator[bytes]:
+    """The body, once it is this request's turn. Raises Overloaded where `num_sequences` more, the
+    least that it will ask for, are too many: nothing is parsed then.
+    """
     _check_kind(request.headers.get("content-type"), request.headers.get("content-encoding"))
+    if num_sequences:
+        service.check_room(num_sequences)
     limit = service.options.max_request_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
@@ -56,18 +68,21 @@ async def read_body(request: Request, service: Service) -> AsyncIterator[bytes]:
             raise HttpFailure(408, message) from None
         except ClientDisconnect:
             raise HttpFailure(CLIENT_CLOSED_REQUEST, "The client went away.") from None
+        await service.turns.next(has_begun=True)
+        if num_sequences:  # others have begun meanwhile
+            service.check_room(num_sequences)
         yield b"".join(chunks)
     finally:
-        service.body_bytes -= size
+        service.forget_body(size)
 
 
 def _check_kind(kind: str | None, encoding: str | None) -> None:
-    media = (kind or "application/json").partition(";")[0].strip().lower()
+    media = (kind or "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
+        said = f"request body is {media[:_MAX_SHOWN]!r}" if media else "request has no Content-Type"
         raise HttpFailure(
             415,
-            f"The request body is {media[:_MAX_SHOWN]!r}; send JSON with the header "
-            "'Content-Type: application/json'.",
+            f"The {said}; send JSON with the header 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
     if encoding is not None and encoding.strip().lower() != "identity":

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from paceline.errors import InvalidRequest
 from paceline.server.body import read_request
 from paceline.server.conversation import final_text, render
-from paceline.server.generate import EventStream, answer, renamed_prompt
+from paceline.server.generate import EventStream, answer
 from paceline.server.job import Job, JobSpec, Piece
 from paceline.server.logprobs import chat_logprobs, prompt_logprobs
-from paceline.server.params import chat_params
+from paceline.server.params import as_asked, chat_params, check_tables
 from paceline.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -41,12 +41,13 @@ class ChatEndpoint:
     async def post(self, request: Request) -> Response | EventStream:
         service = self._service
         client = service.client  # before the body is read: a server that cannot answer says so
-        async with read_request(request, service, ChatRequest) as asked:
+        async with read_request(request, service, ChatRequest, num_sequences=1) as (asked, size):
             arrival_s = time.monotonic()
             model = service.resolve_model(asked.model)
             params = chat_params(asked, client.default_sampling)
             service.check_room(params.n)
-            text = await render(service, asked)
+            check_tables(params, params.n)
+            text = await render(service, asked, size)
             spec = JobSpec(
                 id=f"chatcmpl-{uuid4().hex}",
                 model=model,
@@ -61,8 +62,9 @@ class ChatEndpoint:
                 ids = await self._encode(client, text, bool(asked.add_special_tokens))
                 job = service.submit(spec, [Prompt(ids, text)], params, asked.priority or 0)
             except InvalidRequest as error:
-                raise renamed_prompt(error, "messages") from None
-        shape = ChatShape(service, asked)
+                raise as_asked(error, asked) from None
+        shape = ChatShape(service, asked, final_text(asked) if asked.echo else "")
+        asked.messages = []  # the prompt holds them; a stream may last for hours
         if spec.stream:
             return EventStream(service, job, shape, asked)
         return await answer(request, service, job, shape)
@@ -78,13 +80,14 @@ class ChatEndpoint:
 class ChatShape:
     service: Service
     asked: ChatRequest
+    echo: str  # the text of a message that is continued, when the reply repeats it
     begun: set[int] = field(default_factory=set)  # choices whose role was sent
 
     def reply(self, job: Job, pieces: list[Piece]) -> ChatReply:
         choices = [
             ChatChoice(
                 index=piece.index,
-                message=ChatMessage(content=self._echo() + piece.text),
+                message=ChatMessage(content=self.echo + piece.text),
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
@@ -110,8 +113,8 @@ class ChatShape:
                 first.prompt_token_ids = self._prompt_token_ids(job)
             self.begun.add(choice)
             yield first
-            if echo := self._echo():
-                yield self._chunk(job, usage, index=choice, delta=ChatDelta(content=echo))
+            if self.echo:
+                yield self._chunk(job, usage, index=choice, delta=ChatDelta(content=self.echo))
         text = piece.text
         if text or (piece.token_ids and (self.asked.logprobs or self.asked.return_token_ids)):
             yield self._chunk(
@@ -152,11 +155,6 @@ class ChatShape:
             "model": spec.model,
             "system_fingerprint": self.service.fingerprint,
         }
-
-    def _echo(self) -> str:
-        return (
-            final_text(self.asked) if self.asked.echo and self.asked.continue_final_message else ""
-        )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self.asked.logprobs:

@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from paceline.errors import InvalidRequest
 from paceline.server.body import read_request
-from paceline.server.generate import EventStream, answer, renamed_prompt
+from paceline.server.generate import EventStream, answer
 from paceline.server.job import Job, JobSpec, Piece
 from paceline.server.logprobs import TextTokens, prompt_logprobs
-from paceline.server.params import completion_params, scores_prompt_only
+from paceline.server.params import check_tables, completion_params, scores_prompt_only
 from paceline.server.replies import PromptLogprobs, TextChoice, TextLogprobs, TextReply, Usage
 from paceline.server.requests import CompletionRequest
 from paceline.server.service import Client, Prompt, Service
@@ -31,15 +31,20 @@ class CompletionEndpoint:
     async def post(self, request: Request) -> Response | EventStream:
         service = self._service
         client = service.client  # before the body is read: a server that cannot answer says so
-        async with read_request(request, service, CompletionRequest) as asked:
+        async with read_request(request, service, CompletionRequest, num_sequences=1) as (
+            asked,
+            size,
+        ):
             arrival_s = time.monotonic()
             model = service.resolve_model(asked.model)
             params = completion_params(asked, client.default_sampling)
             if asked.logprobs is not None:
                 client.tokenizer  # noqa: B018  # they show tokens as text: raises without one
-            given = split_prompts(asked.prompt)
+            given = await service.off_loop(size, lambda: split_prompts(asked.prompt))
             service.check_room(len(given) * params.n)
-            prompts = await self._prompts(client, asked, given)
+            check_tables(params, len(given) * params.n)
+            prompts = await self._prompts(client, asked, given, size)
+            asked.prompt = ""  # a stream may last for hours
             spec = JobSpec(
                 id=f"cmpl-{uuid4().hex}",
                 model=model,
@@ -51,20 +56,20 @@ class CompletionEndpoint:
                 needs_prompt_logprobs=params.prompt_logprobs is not None,
                 prompt_only=scores_prompt_only(asked),
             )
-            try:
-                job = service.submit(spec, prompts, params, asked.priority or 0)
-            except InvalidRequest as error:
-                raise renamed_prompt(error, "prompt") from None
+            job = service.submit(spec, prompts, params, asked.priority or 0)
         shape = TextShape(service, asked, prompts)
         if spec.stream:
             return EventStream(service, job, shape, asked)
         return await answer(request, service, job, shape)
 
     async def _prompts(
-        self, client: Client, asked: CompletionRequest, given: Sequence[str | list[int]]
+        self,
+        client: Client,
+        asked: CompletionRequest,
+        given: Sequence[str | list[int]],
+        size: int,
     ) -> list[Prompt]:
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
-        size = sum(len(p) for p in given)
         limit = client.info.max_model_len
 
         def work() -> list[Prompt]:
@@ -75,7 +80,7 @@ class CompletionEndpoint:
                     prompts.append(Prompt(ids, prompt))
                 else:
                     text = None
-                    if asked.echo:
+                    if asked.echo and len(prompt) < limit:  # else it is refused
                         text = client.tokenizer.decode(prompt, skip_special_tokens=False)
                     prompts.append(Prompt(prompt, text))
             return prompts

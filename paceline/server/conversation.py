@@ -8,38 +8,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import InvalidRequest, shown
+from paceline.server.fields import check_echoed
 from paceline.server.requests import Message, Templated
 from paceline.server.service import Service
+from paceline.text.template_child import render_apart
 
 # Kinds of content parts -> the key that holds their text.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Marks for OpenAI's prompt cache; ours needs none.
-_PART_EXTRAS = {"type", "prompt_cache_breakpoint"}
 # What a template gets from the request itself, and so not through chat_template_kwargs.
 _OWN_NAMES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-async def render(service: Service, request: Templated) -> str:
-    """The prompt of a conversation, by the model's template or the one that applies instead."""
-    messages = template_messages(request.messages)
+async def render(service: Service, request: Templated, size: int) -> str:
+    """The prompt of a conversation of `size` bytes, by the server's template or the request's."""
     arguments = template_arguments(request)
     template = service.chat_template
-    if request.chat_template is not None:
-        if not service.options.trust_request_chat_template:
-            raise InvalidRequest(
-                "chat_template in a request is not trusted by this server; start it with "
-                "--trust-request-chat-template or --chat-template FILE.",
-                param="chat_template",
-            )
-        if "{" not in request.chat_template:  # would be taken for the path of a file
-            raise InvalidRequest("chat_template is not a Jinja template.", param="chat_template")
-        try:
-            template = service.client.load_chat_template(request.chat_template)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), param="chat_template") from None
-    size = sum(len(str(m["content"])) for m in messages)
-    return await service.off_loop(size, lambda: template.render(messages, **arguments))
+    own = request.chat_template
+    if own is None:
+        return await service.off_loop(
+            size, lambda: template.render(template_messages(request.messages), **arguments)
+        )
+    if not service.options.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template in a request is not trusted by this server; start it with "
+            "--trust-request-chat-template or --chat-template FILE.",
+            param="chat_template",
+        )
+    if "{" not in own:
+        raise InvalidRequest("chat_template is not a Jinja template.", param="chat_template")
+    messages = await service.off_loop(size, lambda: template_messages(request.messages))
+    return await service.apart(
+        lambda: render_apart(own, template.named_tokens, messages, arguments)
+    )
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -81,20 +82,23 @@ def final_text(request: Templated) -> str:
 def _one(message: Message, where: str) -> dict[str, Any]:
     if message.role in ("tool", "function"):
         raise InvalidRequest(
-            f"Messages of role {message.role!r} need tools, which are not supported yet.",
+            f"Messages of role {message.role!r} need tools, which are not supported.",
             param=f"{where}.role",
         )
     for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
         if getattr(message, name):
             raise InvalidRequest(
-                f"{name!r} in a message is not supported yet; leave it out.",
+                f"{name!r} in a message is not supported; leave it out.",
                 param=f"{where}.{name}",
             )
     rendered: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
     if message.name is not None:
         rendered["name"] = message.name
-    if message.reasoning_content is not None:
-        rendered["reasoning_content"] = message.reasoning_content
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
+    if reasoning is not None:
+        rendered["reasoning_content"] = reasoning
     return rendered
 
 
@@ -117,12 +121,10 @@ def _part(part: str | Mapping[str, Any], where: str) -> str:
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise InvalidRequest(
-            f"A content part of type {kind!r} is not supported; this model reads text only.",
+            f"A content part of type {shown(kind)} is not supported; this model reads text only.",
             param=f"{where}.type",
         )
-    for name in part:
-        if name != key and name not in _PART_EXTRAS:
-            raise InvalidRequest(f"Unknown field {name!r}.", param=f"{where}.{name}")
+    check_echoed(part, ("type", key), where)
     text = part.get(key)
     if not isinstance(text, str):
         raise InvalidRequest(

@@ -5,6 +5,7 @@ Never logs and never sends; what is not a Paceline error becomes a 500 that hide
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from paceline.errors import EngineDead, InvalidRequest, NotFound, Overloaded, PacelineError
@@ -12,6 +13,8 @@ from paceline.server.replies import ErrorDetail, ErrorReply, to_event, to_json
 
 INVALID = "invalid_request_error"
 CLIENT_CLOSED_REQUEST = 499  # for logs: nobody reads it
+_MAX_REASON = 200
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/'\"]+/)+")  # of an absolute path
 
 
 class HttpFailure(PacelineError):
@@ -80,11 +83,18 @@ def failure_of(error: Exception) -> Failure:
         return Failure(503, detail, _retry(error.retry_after_s))
     if isinstance(error, EngineDead):
         detail.type, detail.code = "service_unavailable_error", "engine_dead"
+        detail.message = f"The engine has stopped; the server's log says why. {_short(error)}"
         return Failure(503, detail)
     detail.type = "server_error"
     if not isinstance(error, PacelineError):
         detail.message = "The server failed on this request; its log says why."
     return Failure(500, detail)
+
+
+def _short(error: EngineDead) -> str:
+    """The first line of the reason. What follows are places in files, which are for the log."""
+    line = _FOLDERS.sub("", str(error).partition("\n")[0])
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
 
 
 def _retry(seconds: int) -> tuple[tuple[str, str], ...]:

@@ -1,18 +1,20 @@
 """Which names a request may hold, and bytes to typed requests. Owns the field policy.
 
-A name is supported, has no effect on tokens (accepted), is OpenAI's and not built yet (400 unless
-its value asks for nothing), or is unknown (400 with the nearest name). None is ever dropped.
+A name is supported, has no effect on tokens (accepted), is OpenAI's or vLLM's and not built (400
+unless its value asks for nothing), or is unknown (400 with the nearest name). Messages and content
+parts also take what clients echo from earlier replies, and unknown names whose value is null.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from paceline.errors import InvalidRequest, nearest
+from paceline.errors import InvalidRequest, cut, nearest, shown
+from paceline.server.limits import check_body, check_fields
 from paceline.server.requests import ChatRequest, CompletionRequest, Message, Role, StreamOptions
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -30,7 +32,23 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-# OpenAI's fields that are not supported -> values that ask for nothing (null always does).
+# Parts of an earlier reply that clients send back (OpenAI's and litellm's model_dump), and marks
+# for prompt caches of other servers. They have no effect on tokens.
+ECHOED = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "logprobs",
+        "parsed",
+        "prompt_cache_breakpoint",
+        "provider_specific_fields",
+        "reasoning_details",
+        "thinking_blocks",
+    }
+)
+
+# Fields of OpenAI, then of vLLM, that are not supported -> values that ask for nothing (null
+# always does).
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -48,21 +66,51 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
 }
 _ADVICE = {
     "reasoning_effort": " Steer a template that can think through chat_template_kwargs.",
     "store": " Nothing is stored; send false.",
     "best_of": " Ask for n choices and compare their logprobs.",
+    "vllm_xargs": " Custom logits processors read extra_args.",
 }
+# Names that another route has: (what was asked, name) -> what to do.
+_ELSEWHERE: Mapping[tuple[type[msgspec.Struct], str], str] = {
+    (CompletionRequest, "messages"): "Send messages to /v1/chat/completions.",
+    (ChatRequest, "prompt"): "Send a prompt to /v1/completions.",
+    (CompletionRequest, "max_completion_tokens"): "Did you mean 'max_tokens'?",
+    (CompletionRequest, "top_logprobs"): "Did you mean 'logprobs'? It is a number here.",
+}
+# Names that share a word are less alike than this.
+_SURELY_MEANT = 0.8
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)")
-_MAX_SHOWN = 80
 
 
 def parse(body: bytes, kind: type[T]) -> T:
     """The typed request in `body`, or InvalidRequest that says which field is wrong and why."""
-    raw = decode_object(body, kind)
+    return convert(decode_object(body, kind), kind)
+
+
+def convert(raw: Mapping[str, Any], kind: type[T]) -> T:
+    check_fields(raw)
     check_names(raw, kind)
     try:
         return msgspec.convert(raw, kind, str_keys=True)
@@ -76,6 +124,7 @@ def decode_object(body: bytes, kind: type[msgspec.Struct] | None = None) -> dict
     """Any JSON object; `kind` only helps to say where a number is out of range."""
     if not body.strip():
         raise InvalidRequest("The request body is empty; send a JSON object.")
+    check_body(body)
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
@@ -125,11 +174,23 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
         if generates and name in NOT_BUILT:
             _refuse_unless_nothing(name, value, raw)
             continue
-        raise InvalidRequest(_unknown(name, known), param=name[:_MAX_SHOWN])
+        advice = _ELSEWHERE.get((kind, name))
+        if advice is not None:
+            raise InvalidRequest(f"Unknown field {name!r}. {advice}", param=name)
+        raise _unknown(name, known)
     for position, message in enumerate(_objects(raw.get("messages"))):
-        _check_nested(message, Message.__struct_fields__, f"messages[{position}]")
+        check_echoed(message, Message.__struct_fields__, f"messages[{position}]")
     for options in _objects([raw.get("stream_options")]):
-        _check_nested(options, StreamOptions.__struct_fields__, "stream_options")
+        for name in options:
+            if name not in StreamOptions.__struct_fields__:
+                raise _unknown(name, StreamOptions.__struct_fields__, "stream_options.")
+
+
+def check_echoed(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Names inside a message or a content part."""
+    for name, value in raw.items():
+        if name not in known and name not in ECHOED and value is not None:
+            raise _unknown(name, known, f"{where}.")
 
 
 def _refuse_unless_nothing(name: str, value: Any, raw: Mapping[str, Any]) -> None:
@@ -139,17 +200,12 @@ def _refuse_unless_nothing(name: str, value: Any, raw: Mapping[str, Any]) -> Non
     if value is None or any(value == v and type(value) is type(v) for v in nothing):
         return
     advice = _ADVICE.get(name, "")
-    raise InvalidRequest(f"{name!r} is not supported yet; leave it out.{advice}", param=name)
+    raise InvalidRequest(f"{name!r} is not supported; leave it out.{advice}", param=name)
 
 
-def _check_nested(raw: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    for name in raw:
-        if name not in known:
-            raise InvalidRequest(_unknown(name, known), param=f"{where}.{name[:_MAX_SHOWN]}")
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    return f"Unknown field {name[:_MAX_SHOWN]!r}.{nearest(name[:_MAX_SHOWN], known)}"
+def _unknown(name: str, known: Iterable[str], where: str = "") -> InvalidRequest:
+    hint = nearest(name, known, cutoff=_SURELY_MEANT)
+    return InvalidRequest(f"Unknown field {shown(name)}.{hint}", param=where + name)
 
 
 def _objects(values: Any) -> Iterable[dict[str, Any]]:
@@ -161,7 +217,7 @@ def _objects(values: Any) -> Iterable[dict[str, Any]]:
 
 def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
     """msgspec says where as `$.messages[0].role`; OpenAI's `param` is the same without `$.`."""
-    text = str(error)
+    text = str(error)  # quotes what was sent
     match = _PATH.search(text)
     param = match["path"] if match and match["path"] else None
     reason = text[: match.start()] if match else text
@@ -169,7 +225,7 @@ def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequest(f"{param!r} is missing.", param=param)
-    reason = reason.replace("`", "'")
+    reason = cut(reason.replace("`", "'"))
     if param and param.endswith(".role"):
         reason += f"; use one of {', '.join(get_args(Role))}"
     return InvalidRequest(f"{param}: {reason}." if param else f"{reason}.", param=param)

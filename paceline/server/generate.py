@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 
-from paceline.errors import PacelineError
 from paceline.server.failures import CLIENT_CLOSED_REQUEST, failure_of
 from paceline.server.job import Job, Piece
 from paceline.server.replies import DONE_EVENT, PING_EVENT, Usage, to_event, to_json
@@ -46,7 +45,7 @@ class Shape(Protocol):
 
 async def answer(request: Request, service: Service, job: Job, shape: Shape) -> Response:
     """Wait for all of it."""
-    request.scope["state"]["job_id"] = job.spec.id
+    request.scope["state"]["job"] = job
     try:
         async with _watched(job, request.receive):
             await job.news()
@@ -79,7 +78,7 @@ class EventStream:
         self._ticker: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["job_id"] = self._job.spec.id
+        scope["state"]["job"] = self._job
         self._tick()
         try:
             async with _watched(self._job, receive):
@@ -155,10 +154,3 @@ async def _watched(job: Job, receive: Receive) -> AsyncIterator[None]:
         yield
     finally:
         watcher.cancel()
-
-
-def renamed_prompt(error: PacelineError, field: str) -> PacelineError:
-    """The engine says `prompt`; the client may have written another field."""
-    if getattr(error, "param", None) in ("prompt", "prompt_token_ids"):
-        error.param = field  # type: ignore[attr-defined]  # only errors that have one get here
-    return error

@@ -1,6 +1,7 @@
-"""uvicorn, held by its parts: its HTTP protocol on connections that our own acceptor lets in.
+"""uvicorn's HTTP protocol on connections that our own acceptor lets in, within limits.
 
-uvicorn's own listener accepts until the process has no files left; everything else is its own.
+uvicorn's own listener accepts until the process has no files left, and its protocol bounds neither
+the time nor the size of headers and trailers. Everything else is uvicorn's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from paceline.server.listen import Acceptor
 from paceline.server.options import ServerOptions
 
-HEADER_TIMEOUT_S = 30.0
+# All of a request but its body. Of each chunk's framing, CHUNK_FRAME_BYTES are not counted.
 MAX_HEADER_BYTES = 1 << 16
+CHUNK_FRAME_BYTES = 16
+# After a reply that did not wait for the whole request: time for the client to stop and read it.
+LINGER_S = 5.0
+# At the limit of connections: time to send a header before the connection makes room for others.
+FAIR_HEADER_S = 0.25
+# Bytes are counted per piece of this size: a piece may hold the end of one request and the
+# beginning of the next, and all of it counts for the next.
+_PIECE_BYTES = 1 << 14
 
 
 class _Uvicorn(uvicorn.Server):
@@ -31,48 +40,145 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class HttpConnection(HttpToolsProtocol):
-    """One connection: tells when it ends, and gives headers neither endless time nor room."""
+class LingeringTransport:
+    """What uvicorn writes to. While a body still arrives, `close` does not close at once.
 
-    on_lost: Callable[[], None]
-    _patience: asyncio.TimerHandle | None = None
-    _header_bytes: int | None = None  # of the headers that arrive now
+    A socket that is closed with unread bytes is reset, and the client may lose the reply. So what
+    still arrives is dropped, until the client closes its end or LINGER_S have passed.
+    """
+
+    is_receiving = False  # set by the connection: a body is arriving
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._is_lingering = False
+        self.write = transport.write  # every token passes here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """The second call does not wait."""
+        if self.is_closing() or not self.is_receiving:
+            self._transport.close()
+            return
+        self._is_lingering = True
+        self._transport.resume_reading()
+        self._transport.write_eof()
+        asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection: bounds the time and the bytes of a request up to its end.
+
+    The header has a deadline here, the body one in `server/body.py`. A reply that begins before
+    the whole request has arrived ends the connection.
+    """
+
+    transport: LingeringTransport  # type: ignore[assignment]
+    cycle: Any  # uvicorn's request and reply; None before the first request
+
+    def __init__(
+        self, *, on_lost: Callable[[], None], header_timeout_s: float, **uvicorn_parts: Any
+    ) -> None:
+        super().__init__(**uvicorn_parts)
+        self.incomplete_since_s: float | None = None  # by the loop's clock
+        self._on_lost = on_lost
+        self._header_timeout_s = header_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_header = True
+        self._keep_alive = False  # whether the connection stays once the request is complete
+        self._num_header_bytes = 0  # of the request that arrives now
+        self._num_body_bytes = 0  # of the piece that is parsed now
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether the client has had time to send its request and nothing else is in work."""
+        if self.incomplete_since_s is None:
+            return False
+        waited_s = now_s - self.incomplete_since_s
+        if not self._in_header:
+            return waited_s >= self._header_timeout_s
+        return waited_s >= FAIR_HEADER_S and (self.cycle is None or self.cycle.response_complete)
+
+    def shutdown(self) -> None:
+        self._keep_alive = False
+        super().shutdown()
+
+    # ---- the transport's side
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._wait_for_headers()
+        super().connection_made(LingeringTransport(transport))  # type: ignore[arg-type]
+        self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_waiting()
-        self.on_lost()
-
-    def on_message_begin(self) -> None:
-        self._stop_waiting()
-        self._wait_for_headers()
-        self._header_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        self._header_bytes = None
-        super().on_headers_complete()
+        self._end_deadline()
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._header_bytes is not None:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self.transport.close()
+        for at in range(0, len(data), _PIECE_BYTES):
+            if self.transport.is_closing():
+                return  # dropped
+            self._parse(data[at : at + _PIECE_BYTES])
 
-    def _wait_for_headers(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+    def _parse(self, piece: bytes) -> None:
+        self._num_body_bytes = 0
+        super().data_received(piece)
+        if self.incomplete_since_s is not None:
+            extra = len(piece) - self._num_body_bytes
+            self._num_header_bytes = max(0, self._num_header_bytes + extra)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self.transport.abort()
+        elif self.cycle.response_complete:
+            # Empty lines before a request: they have ended uvicorn's keep-alive timer.
+            self._await_header()
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    # ---- the parser's side
+
+    def on_message_begin(self) -> None:
+        self._await_header()
+        self._num_header_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_header:  # else it is a trailer, which nothing here reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._end_deadline()
+        super().on_headers_complete()
+        # Only a request that has arrived whole leaves a connection that can be used again.
+        self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.transport.is_receiving = True
+
+    def on_chunk_header(self) -> None:
+        self._num_body_bytes += CHUNK_FRAME_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.incomplete_since_s = None
+        self.transport.is_receiving = False
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive
+
+    def _await_header(self) -> None:
+        self._in_header = True
+        if self._deadline is None:
+            self.incomplete_since_s = self.loop.time()
+            self._deadline = self.loop.call_later(self._header_timeout_s, self.transport.abort)
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class HttpServer:
@@ -90,6 +196,7 @@ class HttpServer:
             ws="none",
             lifespan="on",
             access_log=False,
+            log_config=None,  # observe.log has its loggers
             server_header=False,
             proxy_headers=False,
             log_level=options.uvicorn_log_level,
@@ -134,12 +241,12 @@ class HttpServer:
 
     def _make_protocol(self) -> asyncio.Protocol:
         server = self._uvicorn
-        connection = HttpConnection(
+        acceptor = self._acceptor
+        assert acceptor is not None
+        return HttpConnection(
+            on_lost=acceptor.lost,
+            header_timeout_s=self._options.header_timeout_s,
             config=server.config,
             server_state=server.server_state,
             app_state=server.lifespan.state,
         )
-        acceptor = self._acceptor
-        assert acceptor is not None
-        connection.on_lost = acceptor.lost
-        return connection

@@ -25,7 +25,9 @@ class InfoEndpoints:
 
     async def model(self, request: Request) -> Response:
         self._names()
-        return json_response(self._card(self._service.resolve_model(request.path_params["id"])))
+        name = request.path_params["id"]
+        self._service.resolve_model(name)
+        return json_response(self._card(name))
 
     async def health(self, request: Request) -> Response:
         """Live: the process answers and its engine, if there is one yet, has not died."""

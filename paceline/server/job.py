@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidRequest, PacelineError
 from paceline.observe.metrics import Latencies
-from paceline.request import Logprob
+from paceline.request import Logprob, SamplingParams
 from paceline.server.failures import GenerationFailed
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 
@@ -132,7 +132,8 @@ class Job:
             self._latencies.end_to_end(now - self.spec.arrival_s)
             if delta.finish_reason in ("abort", "error"):
                 generation = self.generations[choice // self.spec.n]
-                self.error = self.error or generation.error or _ended_early(delta)
+                error = generation.error or _ended_early(delta, generation.params)
+                self.error = self.error or error
         if self.spec.prompt_only:
             delta.text, delta.token_ids, delta.logprobs = "", [], None
             delta.stop_reason = None
@@ -189,6 +190,14 @@ class Job:
 
     # ---- accounts
 
+    def account(self) -> str:
+        """For a log line."""
+        used = self.usage()
+        return (
+            f"{self.spec.id} {used.prompt_tokens} prompt + {used.completion_tokens} completion "
+            "tokens"
+        )
+
     def usage(self) -> Usage:
         prompt = sum(len(g.prompt_token_ids) for g in self.generations)
         completion = sum(self.num_tokens)
@@ -214,7 +223,16 @@ def _cached_once(generation: Generation, n: int) -> int:
     return max(0, generation.metrics.num_cached_tokens - of_siblings)
 
 
-def _ended_early(delta: Delta) -> PacelineError:
+def _ended_early(delta: Delta, params: SamplingParams) -> PacelineError:
     if delta.finish_reason == "abort":
         return GenerationFailed("The request was aborted by the server.")
-    return GenerationFailed("The engine could not finish this request; the server's log says why.")
+    # The device found no token that it could sample: all are forbidden, or the logits are NaN.
+    names = ("allowed_token_ids", "bad_words", "min_tokens", "logits_processors")
+    used = [name for name in names if getattr(params, name)]
+    if params.allowed_token_ids or params.bad_words:
+        return InvalidRequest(
+            f"The output cannot go on: {', '.join(used)} together leave no token to sample here.",
+            param=used[0],
+        )
+    by = " or ".join(("the model", *(params.logits_processors or ())))
+    return GenerationFailed(f"The output cannot go on: {by} gave logits that are NaN or infinite.")

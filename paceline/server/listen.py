@@ -12,6 +12,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
@@ -27,6 +28,7 @@ SPARE_SHARE = 4
 _ACCEPTS_PER_TURN = 64
 _RETRY_S = 0.05
 _ROOM_INTERVAL_S = 0.25
+_ROOM_SHARE = 16  # a sixteenth of the places is made free at a time
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -35,6 +37,9 @@ class Connection(Protocol):
 
     cycle: Any  # the request in work or the last one; None before the first
     transport: Any
+    incomplete_since_s: float | None  # by the loop's clock: a request arrives since then
+
+    def is_overdue(self, now_s: float) -> bool: ...
 
     def shutdown(self) -> None: ...
 
@@ -42,12 +47,8 @@ class Connection(Protocol):
 def bind(options: ServerOptions) -> socket.socket:
     """The listening socket, before anything expensive happens."""
     host, port = options.host, options.port
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise PacelineError(f"Cannot listen on {host!r}: {error.strerror}. Check --host.") from None
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
+    family, address = _resolve(host, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -56,13 +57,28 @@ def bind(options: ServerOptions) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PacelineError(
-                f"Port {port} on {host} is in use; stop who has it or choose another with --port."
+                f"Port {port} on {host} is in use; stop the process that uses it or choose another "
+                "port with --port."
             ) from None
         raise PacelineError(
             f"Cannot listen on {host} port {port}: {error.strerror}. Check --host and --port."
         ) from None
     sock.setblocking(False)
     return sock
+
+
+def is_loopback(options: ServerOptions) -> bool:
+    """Whether only clients on this machine can connect."""
+    return ip_address(_resolve(options.host, options.port)[1][0]).is_loopback
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise PacelineError(f"Cannot listen on {host!r}: {error.strerror}. Check --host.") from None
+    family, _, _, _, address = found[0]
+    return family, address
 
 
 def url_of(sock: socket.socket) -> str:
@@ -124,7 +140,7 @@ class Acceptor:
     def lost(self) -> None:
         """A connection has ended."""
         self._num_open -= 1
-        if self._num_open <= self._max - self._max // 16:  # not for every single place
+        if self._num_open <= self._max - self._max // _ROOM_SHARE:  # not for every single place
             self._resume()
 
     def _resume(self) -> None:
@@ -179,7 +195,12 @@ class Acceptor:
             self.lost()
 
     def _make_room(self) -> None:
-        """End connections that wait for a next request or will, until there is room."""
+        """End the oldest connections with an overdue request, and all that wait for a next one."""
+        now_s = self._loop.time()
+        overdue = [c for c in self._connections if c.is_overdue(now_s)]
+        overdue.sort(key=lambda c: c.incomplete_since_s or now_s)
+        for connection in overdue[: max(1, self._max // _ROOM_SHARE)]:
+            connection.transport.abort()
         if self._room_timer is None:
             self._room_timer = self._loop.call_later(_ROOM_INTERVAL_S, self._make_room_again)
             for connection in list(self._connections):
@@ -188,5 +209,6 @@ class Acceptor:
 
     def _make_room_again(self) -> None:
         self._room_timer = None
+        self._resume()
         if not self._is_closed and not self._is_listening:
             self._make_room()

@@ -5,6 +5,8 @@ Knows no engine and no text; what values may be is checked by SamplingParams its
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +15,8 @@ from paceline.request import SamplingParams
 from paceline.server.requests import ChatRequest, CompletionRequest, GenerateFields
 
 OPENAI_COMPLETION_TOKENS = 16
-# Each emitted text is searched for every stop string in the front process, which all streams
-# share; OpenAI allows 4.
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024
+# Entries of tables that every sequence of a request is sent with, over all its sequences.
+MAX_TABLE_ENTRIES = 1 << 19
 
 # Fields that go to SamplingParams under their own name.
 _SAME_NAME = (
@@ -89,7 +89,6 @@ def scores_prompt_only(request: CompletionRequest) -> bool:
 
 
 def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    _check_stop(request.stop)
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
@@ -106,29 +105,36 @@ def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, A
     return values
 
 
+def check_tables(params: SamplingParams, num_sequences: int) -> None:
+    """Raise when the tables of a request, once for each sequence, come to too much."""
+    sizes = {name: len(getattr(params, name) or ()) for name in ("allowed_token_ids", "logit_bias")}
+    sizes["extra_args"] = len(json.dumps(params.extra_args)) if params.extra_args else 0
+    name = max(sizes, key=sizes.__getitem__)
+    if sum(sizes.values()) * num_sequences > MAX_TABLE_ENTRIES:
+        unit = "bytes of JSON" if name == "extra_args" else "entries"
+        raise InvalidRequest(
+            f"{name} has {sizes[name]} {unit} for each of {num_sequences} sequences; "
+            f"{MAX_TABLE_ENTRIES} in all is the limit. Ask for fewer sequences at a time.",
+            param=name,
+        )
+
+
 def _build(values: Mapping[str, Any], request: GenerateFields) -> SamplingParams:
     try:
-        return SamplingParams.from_mapping(values)
+        return SamplingParams(**values)
     except InvalidRequest as error:
-        # The field that the client wrote, where ours has another name.
-        if isinstance(request, ChatRequest):
-            if error.param == "max_tokens" and request.max_completion_tokens is not None:
-                error.param = "max_completion_tokens"
-            elif error.param == "logprobs":
-                error.param = "top_logprobs"
-        raise
+        raise as_asked(error, request) from None
 
 
-def _check_stop(stop: str | list[str] | None) -> None:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are searched.",
-            param="stop",
-        )
-    longest = max((len(s) for s in strings), default=0)
-    if longest > MAX_STOP_CHARS:
-        raise InvalidRequest(
-            f"stop holds a string of {longest} characters; at most {MAX_STOP_CHARS} are searched.",
-            param="stop",
-        )
+def as_asked(error: InvalidRequest, request: GenerateFields) -> InvalidRequest:
+    """The error by the name that the client wrote, where ours is another."""
+    if not isinstance(request, ChatRequest) or error.param is None:
+        return error
+    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    name = names.get(error.param, error.param)
+    # Messages about a parameter begin with its name; those about a prompt do not.
+    error.args = (re.sub(rf"^{error.param}\b", name, str(error)),)
+    error.param = name
+    return error

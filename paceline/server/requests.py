@@ -67,6 +67,7 @@ class Message(msgspec.Struct, kw_only=True):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by its newer name
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None

@@ -6,8 +6,11 @@ Owns admission, the pump and the way down (drain, death). Never parses and never
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,12 +18,22 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline import __version__
-from paceline.errors import EngineDead, InvalidRequest, NotFound, Overloaded, PacelineError, nearest
+from paceline.errors import (
+    EngineDead,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PacelineError,
+    nearest,
+    shown,
+)
 from paceline.observe.metrics import Metrics
 from paceline.request import SamplingParams
 from paceline.server.failures import NotReady
 from paceline.server.job import Job, JobSpec
 from paceline.server.options import ServerOptions
+from paceline.server.pace import Pace
+from paceline.server.turns import Turns
 from paceline.step import RunnerInfo
 
 if TYPE_CHECKING:
@@ -34,8 +47,11 @@ R = TypeVar("R")
 
 LOADING_RETRY_S = 5
 DRAINING_RETRY_S = 10
-# Below this many characters text work takes less than a switch to another thread and back.
-_INLINE_CHARS = 8192
+PUMP_INTERVAL_S = 1.0
+# A body this small is prepared within a few milliseconds; another thread would not pay off.
+_INLINE_BYTES = 8192
+_LARGE_BODY = 1 << 18
+_TRIM_AFTER_S = 1.0
 
 
 class Client(Protocol):
@@ -45,6 +61,8 @@ class Client(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
+    @property
+    def num_leaving(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
@@ -96,11 +114,16 @@ class Service:
         self.on_change: Callable[[], None] = lambda: None  # a job ended, or the engine died
         self._client: Client | None = None
         self._template: ChatTemplate | None = None
-        self._num_open = 0
+        self._num_open = 0  # sequences of all jobs
+        self._pace = Pace()
         self.body_bytes = 0  # of requests that are being read or prepared
+        self._will_trim = False
         self._reader: tuple[asyncio.AbstractEventLoop, int] | None = None
-        # Long texts are tokenised here, so that streams go on meanwhile.
+        self.turns = Turns()  # of requests that begin
+        # Large bodies are parsed and long texts tokenised here, so that streams go on meanwhile.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="paceline-text")
+        # Waits for processes that render the templates of requests, one at a time.
+        self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-template")
 
     # ---- the engine
 
@@ -122,6 +145,13 @@ class Service:
             loop, fd = asyncio.get_running_loop(), self._client.fileno()
             loop.add_reader(fd, self._pump)
             self._reader = (loop, fd)
+            self._pump_now_and_then()
+
+    def _pump_now_and_then(self) -> None:
+        """An engine that hangs has no answers: `pump` is what gives it up."""
+        if self._reader is not None:
+            self._reader[0].call_later(PUMP_INTERVAL_S, self._pump_now_and_then)
+            self._pump()
 
     def stop_pump(self) -> None:
         if self._reader is not None:
@@ -131,7 +161,8 @@ class Service:
 
     def close(self) -> None:
         self.stop_pump()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def client(self) -> Client:
@@ -181,21 +212,37 @@ class Service:
     # ---- requests
 
     def resolve_model(self, name: str | None) -> str:
-        """The name that the reply carries."""
+        """The name that the reply carries: the first, whichever was asked for."""
         if name is None or name in self.model_names:
-            return name if name is not None else self.model_names[0]
+            return self.model_names[0]
         raise NotFound(
-            f"The model {name!r} does not exist; this server has "
+            f"The model {shown(name)} does not exist; this server has "
             f"{', '.join(map(repr, self.model_names))}.{nearest(name, self.model_names)}",
             param="model",
             code="model_not_found",
         )
 
     async def off_loop(self, size: int, work: Callable[[], R]) -> R:
-        """Run text work of `size` characters: here when small, else in a thread."""
-        if size <= _INLINE_CHARS:
+        """Run work on a body or a text of `size`: here when small, else in a thread."""
+        if size <= _INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def forget_body(self, size: int) -> None:
+        """A body is no longer held. After large ones the C library gives its memory back."""
+        self.body_bytes -= size
+        if size > _LARGE_BODY and not self._will_trim:
+            self._will_trim = True
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._will_trim = False
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(_malloc_trim)
+
+    async def apart(self, work: Callable[[], R]) -> R:
+        """Run work that waits, such as for another process."""
+        return await asyncio.get_running_loop().run_in_executor(self._slow_pool, work)
 
     def check_room(self, num_sequences: int) -> None:
         """Raise when that many more sequences are too many."""
@@ -206,10 +253,14 @@ class Service:
                 "time (--max-waiting). Split it.",
                 param="n",
             )
-        if self._num_open + num_sequences > limit:
+        # A client that left frees its place when the engine has let go of its sequences.
+        num_held = self._num_open + (0 if self._client is None else self._client.num_leaving)
+        if num_held + num_sequences > limit:
+            retry_s = self._pace.retry_after_s(self._num_open, time.monotonic())
             raise Overloaded(
-                f"{self._num_open} sequences wait or run and at most {limit} may (--max-waiting); "
-                "try again later."
+                f"{num_held} sequences wait or run and at most {limit} may (--max-waiting); "
+                f"try again in {retry_s} s.",
+                retry_after_s=retry_s,
             )
 
     def submit(
@@ -222,6 +273,8 @@ class Service:
         for prompt in prompts if len(prompts) > 1 else ():
             client.check(prompt.token_ids, params)
         self.jobs.add(job)
+        if client.stats.num_waiting == 0:
+            self._pace.restart(time.monotonic())
         self._num_open += job.num_choices
         try:
             for i, prompt in enumerate(prompts):
@@ -246,6 +299,8 @@ class Service:
             return
         self.jobs.discard(job)
         self._num_open -= job.num_choices
+        if job.finished:
+            self._pace.end(job.num_choices, time.monotonic())
         if self._client is not None and self.death is None:
             for generation in job.generations:
                 if not generation.finished:
@@ -263,6 +318,13 @@ class Service:
     def fail_all(self, error: PacelineError) -> None:
         for job in list(self.jobs):
             job.fail(error)
+
+
+def _malloc_trim() -> None:
+    """Without it glibc keeps what large texts and their tokens took, for each thread anew."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _fingerprint(info: RunnerInfo) -> str:

@@ -8,11 +8,14 @@ from starlette.responses import Response
 from paceline.errors import InvalidRequest
 from paceline.server.body import read_body, read_request
 from paceline.server.conversation import render
-from paceline.server.fields import decode_object, parse
+from paceline.server.fields import convert, decode_object
 from paceline.server.generate import json_response
 from paceline.server.replies import Text, Tokens
 from paceline.server.requests import Detokenize, TokenizeChat, TokenizeText
 from paceline.server.service import Service
+
+# A hundred bytes are needed for each character while it is tokenised.
+MAX_TOKENIZE_CHARS = 1 << 20
 
 
 class TokenEndpoints:
@@ -24,40 +27,51 @@ class TokenEndpoints:
         service = self._service
         client = service.client
         async with read_body(request, service) as body:
-            asked: TokenizeChat | TokenizeText
-            if "messages" in decode_object(body):
-                asked = parse(body, TokenizeChat)
-                service.resolve_model(asked.model)
-                text = await render(service, asked)
+            size = len(body)
+            asked = await service.off_loop(size, lambda: _either(body))
+            service.resolve_model(asked.model)
+            if isinstance(asked, TokenizeChat):
+                text = await render(service, asked, size)
                 special = bool(asked.add_special_tokens)  # the template brings its own
             else:
-                asked = parse(body, TokenizeText)
-                service.resolve_model(asked.model)
                 text = asked.prompt
                 special = asked.add_special_tokens is not False
-            tokenizer = client.tokenizer
-            ids = await service.off_loop(len(text), lambda: tokenizer.encode(text, special))
-        names = [tokenizer.token_text(i) for i in ids] if asked.return_token_strs else None
-        limit = client.info.max_model_len
-        return json_response(
-            Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=names)
-        )
+            if len(text) > MAX_TOKENIZE_CHARS:
+                raise InvalidRequest(
+                    f"The text has {len(text)} characters; /tokenize takes {MAX_TOKENIZE_CHARS}.",
+                    param="messages" if isinstance(asked, TokenizeChat) else "prompt",
+                )
+            with_names, limit = bool(asked.return_token_strs), client.info.max_model_len
+
+            def work() -> Response:
+                ids = client.tokenizer.encode(text, special)
+                names = [client.tokenizer.token_text(i) for i in ids] if with_names else None
+                return json_response(
+                    Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=names)
+                )
+
+            return await service.off_loop(len(text), work)
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service
         client = service.client
-        async with read_request(request, service, Detokenize) as asked:
+        async with read_request(request, service, Detokenize) as (asked, size):
             service.resolve_model(asked.model)
-            largest, size = max(asked.tokens, default=0), client.info.vocab_size
-            if largest >= size:
-                raise InvalidRequest(
-                    f"token id {largest} is out of range; the vocabulary has {size} tokens "
-                    f"(0 to {size - 1}).",
-                    param="tokens",
-                )
-            tokenizer = client.tokenizer
-            text = await service.off_loop(
-                len(asked.tokens),
-                lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False),
-            )
-        return json_response(Text(text))
+
+            def work() -> Response:
+                largest, vocab_size = max(asked.tokens, default=0), client.info.vocab_size
+                if largest >= vocab_size:
+                    raise InvalidRequest(
+                        f"token id {largest} is out of range; the vocabulary has {vocab_size} "
+                        f"tokens (0 to {vocab_size - 1}).",
+                        param="tokens",
+                    )
+                text = client.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+                return json_response(Text(text))
+
+            return await service.off_loop(size, work)
+
+
+def _either(body: bytes) -> TokenizeChat | TokenizeText:
+    raw = decode_object(body)
+    return convert(raw, TokenizeChat) if "messages" in raw else convert(raw, TokenizeText)

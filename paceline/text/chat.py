@@ -9,7 +9,7 @@ import datetime
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -17,9 +17,10 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from paceline.checkpoint.source import ModelFiles
-from paceline.checkpoint.tokenizer_config import NAMED_TOKENS, read_tokenizer_config
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError, InvalidRequest, cut, shown
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.source import ModelFiles
 
 Message = dict[str, Any]
 # Renders messages with one template; empty when it refuses them.
@@ -31,6 +32,9 @@ _MARK = "paceline-continues-here "
 
 def load_chat_template(files: ModelFiles, override: str | None = None) -> ChatTemplate:
     """The model's template, or `override`: a file's path or the template itself."""
+    # Not above: the child of template_child renders without the readers of checkpoints.
+    from paceline.checkpoint.tokenizer_config import NAMED_TOKENS, read_tokenizer_config
+
     config = read_tokenizer_config(files)
     named = {name: config.named[name] for name in NAMED_TOKENS if name in config.named}
     templates = dict(config.templates)
@@ -44,7 +48,7 @@ class ChatTemplate:
 
     def __init__(self, model: str, templates: dict[str, str], named_tokens: dict[str, str]) -> None:
         self._model = model
-        self._named_tokens = named_tokens
+        self.named_tokens = named_tokens
         self._environment = _environment()
         self._compiled = {name: self._compile(text) for name, text in templates.items()}
         self._traits: dict[tuple[str, str], bool] = {}
@@ -69,7 +73,7 @@ class ChatTemplate:
         if continue_final_message:
             _mark_end(prepared[-1])
         variables = {
-            **self._named_tokens,
+            **self.named_tokens,
             "tools": tools,
             "documents": None,
             **kwargs,
@@ -86,8 +90,8 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
             raise ConfigError(
-                f"the chat template of {self._model} is not valid Jinja{where}: {error}. Give "
-                "another with --chat-template."
+                f"the chat template of {self._model} is not valid Jinja{where}: {cut(str(error))}. "
+                "Give another with --chat-template."
             ) from None
 
     def _pick(self, has_tools: bool) -> str:
@@ -131,7 +135,7 @@ class ChatTemplate:
     def _draw(self, name: str) -> _Draw:
         def draw(*messages: Message) -> str:
             try:
-                return _render(self._compiled[name], messages, dict(self._named_tokens))
+                return _render(self._compiled[name], messages, dict(self.named_tokens))
             except InvalidRequest:
                 return ""
 
@@ -171,9 +175,9 @@ def _check(
 def _check_part(index: int, part: Any) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-        shown = repr(kind) if kind is not None else f"{type(part).__name__}"
+        found = shown(kind) if kind is not None else type(part).__name__
         raise InvalidRequest(
-            f"messages[{index}] has a content part of type {shown}; only text parts "
+            f"messages[{index}] has a content part of type {found}; only text parts "
             '({"type": "text", "text": ...}) are supported.',
             param="messages",
         )
@@ -216,11 +220,12 @@ def _render(
     variables.setdefault("add_generation_prompt", False)
     try:
         return template.render(messages=list(messages), **variables)
-    except InvalidRequest:
+    except (InvalidRequest, MemoryError):
         raise
     except Exception as error:  # whatever a template does with odd messages is the request's fault
+        reason = cut(str(error) or type(error).__name__)
         raise InvalidRequest(
-            f"the chat template cannot render these messages: {error}", param="messages"
+            f"the chat template cannot render these messages: {reason}", param="messages"
         ) from None
 
 
@@ -289,7 +294,8 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise InvalidRequest(f"the chat template refuses these messages: {message}", param="messages")
+    reason = cut(str(message))
+    raise InvalidRequest(f"the chat template refuses these messages: {reason}", param="messages")
 
 
 def _strftime_now(form: str) -> str:

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer as Backend
 from paceline.checkpoint.source import ModelFiles
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
 from paceline.checkpoint.tokenizer_files import load_backend
-from paceline.errors import PromptTooLong
+from paceline.errors import PromptTooLong, context_length
 
 _MANY_CHARS = 4096
+_MANY_TOKENS = 1024
 # Tokens are shorter than this in any text that is not made of spaces or dashes alone.
 _HEAD_CHARS_PER_TOKEN = 16
+_SLICE_CHARS = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,21 +55,22 @@ class Tokenizer:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, but a text of far more than `limit` tokens is refused by its beginning.
+        """As `encode`, but a text of far more than `limit` tokens is refused by counting in slices.
 
-        A few megabytes would take seconds and a hundred times their size in memory.
+        A few megabytes at once would take seconds and a hundred times their size in memory.
         """
-        head = text[: _HEAD_CHARS_PER_TOKEN * limit + _MANY_CHARS]
-        if len(head) < len(text):
-            # Cutting may change the tokens next to the cut, never half of them.
-            count = len(self.encode(head, add_special_tokens))
-            if count > 2 * limit:
-                raise PromptTooLong(
-                    f"The prompt has {len(text)} characters, the first {len(head)} of which are "
-                    f"{count} tokens; this model serves {limit} tokens of prompt and output "
-                    "together. Shorten it or raise --max-model-len.",
-                    param="prompt",
-                )
+        if len(text) > _HEAD_CHARS_PER_TOKEN * limit + _MANY_CHARS:
+            count = 0
+            for end in range(_SLICE_CHARS, len(text) + _SLICE_CHARS, _SLICE_CHARS):
+                # Cutting may change the tokens next to the cut, never half of them.
+                count += len(self.encode(text[end - _SLICE_CHARS : end], add_special_tokens))
+                if count > 2 * limit:
+                    raise PromptTooLong(
+                        f"{context_length(limit)} The prompt has {len(text)} characters, the first "
+                        f"{min(end, len(text))} of which are {count} tokens. Shorten it or raise "
+                        "--max-model-len.",
+                        param="prompt",
+                    )
         return self.encode(text, add_special_tokens)
 
     def encode_batch(
@@ -77,7 +80,10 @@ class Tokenizer:
         return [list(e.ids) for e in encoded]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        ids = list(ids)
+        if len(ids) > _MANY_TOKENS:  # as in `encode`
+            return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """One token as text, its leading space kept; a broken UTF-8 piece shows as U+FFFD."""

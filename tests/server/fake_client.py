@@ -21,6 +21,7 @@ from paceline.step import RunnerInfo
 from paceline.text.chat import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 from tests.engine.echo_client import byte_tokenizer
+from tests.patience import PATIENCE_S, wait_for
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -107,6 +108,7 @@ class FakeClient:
             model_name="tiny",
         )
         self.stats = EngineStats()
+        self.num_leaving = 0
         self.tokenizer: Tokenizer = TOKENIZER
         self.default_sampling: Mapping[str, Any] = default_sampling or {}
         self.asked: list[Asked] = []
@@ -134,7 +136,7 @@ class FakeClient:
     def last(self) -> Asked:
         return self.asked[-1]
 
-    def await_asked(self, count: int, within_s: float = 30.0) -> None:
+    def await_asked(self, count: int, within_s: float = PATIENCE_S) -> None:
         wait_for(lambda: len(self.asked) >= count, within_s)
 
     # ---- the face
@@ -218,10 +220,3 @@ class FakeClient:
 
     def _ring(self) -> None:
         os.write(self._write_fd, b"!")
-
-
-def wait_for(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    give_up_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up_s, "it did not happen in time"
-        time.sleep(0.002)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tests.server.fake_client import wait_for
+from tests.patience import PATIENCE_S, wait_for
+from tests.server.serving import JSON
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +32,12 @@ class Process:
         **options: Any,
     ) -> None:
         self.log = log
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        # Bound here and never listening: the server can bind it too, and no connection of another
+        # test is given this port before that.
+        self.reserved = socket.socket()
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.reserved.bind(("127.0.0.1", 0))
+        self.port = self.reserved.getsockname()[1]
         arguments = [
             behaviour,
             json.dumps({"port": self.port, **options}),
@@ -60,15 +65,20 @@ class Process:
         return self.popen.stdout.readline().strip()
 
     def find_engine(self, num_ranks: int = 1) -> None:
-        # In the order in which they were started: numbers begin again when they are used up.
-        children = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
-        self.engine_pids = [int(pid) for c in children for pid in c.read_text().split()]
-        assert len(self.engine_pids) == num_ranks
+        def are_all_found() -> bool:
+            # In the order in which they were started: numbers begin again when they are used up.
+            # The thread that started them may end meanwhile, and they move to another one.
+            files = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
+            with contextlib.suppress(OSError):
+                self.engine_pids = [int(pid) for f in files for pid in f.read_text().split()]
+            return len(self.engine_pids) == num_ranks
+
+        wait_for(are_all_found)
 
     def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, json.dumps(fields) if fields else None)
+            connection.request(method, path, json.dumps(fields) if fields else None, JSON)
             reply = connection.getresponse()
             headers = {name.lower(): value for name, value in reply.getheaders()}
             return reply.status, headers, reply.read()
@@ -77,16 +87,24 @@ class Process:
 
     def open_stream(self, **fields: Any) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps({"stream": True, **fields}))
+        body = json.dumps({"stream": True, **fields})
+        connection.request("POST", "/v1/completions", body, JSON)
         return connection.getresponse()
 
-    def await_exit(self, within_s: float) -> tuple[int, str]:
+    def await_exit(self, within_s: float = PATIENCE_S) -> tuple[int, str]:
         """(exit code, stderr); asserts that it left in time and that no engine stayed."""
         self.popen.wait(within_s)
         for pid in self.engine_pids:
             wait_for(lambda pid=pid: not is_running(pid), 5.0)  # type: ignore[misc]
         self.log.seek(0)
         return self.popen.returncode, self.log.read()
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
 
 
 def is_running(pid: int) -> bool:
@@ -129,3 +147,4 @@ def running(
         finally:
             process.popen.kill()
             process.popen.communicate()
+            process.reserved.close()

@@ -36,7 +36,7 @@ def main(behaviour: str, options: dict[str, Any], engine: dict[str, Any]) -> int
         return run_server(factory, ServerOptions(**options), on_ready=on_ready)
     except PacelineError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 1
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from paceline.server.http import HttpServer
 from paceline.server.listen import bind, url_of
 from paceline.server.options import ServerOptions
 from paceline.server.service import Client, Service
+from tests.patience import PATIENCE_S
+
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Served:
 
     def post(self, path: str, body: Any) -> Reply:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.request("POST", path, raw, {"Content-Type": "application/json"})
+        return self.request("POST", path, raw, JSON)
 
     def chat(self, **fields: Any) -> Reply:
         fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
@@ -110,10 +113,10 @@ def serving(
 
     thread = threading.Thread(target=run, name="test-server")
     thread.start()
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     try:
         yield made[0]
     finally:
         made[0].loop.call_soon_threadsafe(stops[0].set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

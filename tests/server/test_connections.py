@@ -6,14 +6,13 @@ import asyncio
 import errno
 import http.client
 import socket
-import time
 from typing import Any
 
 import pytest
 
-from paceline.server import http as http_module
 from paceline.server.listen import Acceptor, bind, connection_limit, request_limit
 from paceline.server.options import ServerOptions
+from tests.patience import PATIENCE_S
 from tests.server.fake_client import FakeClient
 from tests.server.flood import flood
 from tests.server.processes import running
@@ -43,7 +42,7 @@ def test_some_connections_are_kept_for_refusing() -> None:
 
 
 def keep_alive(port: int) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     connection.request("GET", "/health")
     connection.getresponse().read()
     return connection
@@ -52,17 +51,14 @@ def keep_alive(port: int) -> http.client.HTTPConnection:
 def test_idle_connections_make_room_for_new_ones() -> None:
     with serving(FakeClient(), max_connections=4) as server:
         idle = [keep_alive(server.port) for _ in range(4)]
-        began = time.monotonic()
-        for _ in range(8):
+        for _ in range(8):  # an idle connection ends by itself after 75 s: `get` waits for 60
             assert server.get("/health").status == 200
-        assert time.monotonic() - began < 5.0
         for connection in idle:
             connection.close()
 
 
-def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEADER_TIMEOUT_S", 0.2)
-    with serving(FakeClient(), max_connections=2) as server:
+def test_connections_that_ask_nothing_are_closed() -> None:
+    with serving(FakeClient(), max_connections=4, header_timeout_s=1.0) as server:
         silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
         assert server.get("/health").status == 200
         for sock in silent:
@@ -70,9 +66,8 @@ def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch
             sock.close()
 
 
-def test_headers_without_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEADER_TIMEOUT_S", 30.0)
-    with serving(FakeClient()) as server:
+def test_headers_without_end_are_cut_off() -> None:
+    with serving(FakeClient(), header_timeout_s=60.0) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\n")
             endless = (b"X-Padding: " + b"x" * 1000 + b"\r\n") * 10_000
@@ -81,9 +76,8 @@ def test_headers_without_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
         assert server.get("/health").status == 200
 
 
-def test_slow_headers_on_a_used_connection_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEADER_TIMEOUT_S", 0.2)
-    with serving(FakeClient()) as server:
+def test_slow_headers_on_a_used_connection_are_cut_off() -> None:
+    with serving(FakeClient(), header_timeout_s=1.0) as server:
         connection = keep_alive(server.port)
         connection.sock.sendall(b"GET /health HTTP/1.1\r\nHost:")
         assert connection.sock.recv(1) == b""

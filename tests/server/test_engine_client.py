@@ -13,8 +13,8 @@ import pytest
 
 from paceline.engine.client import EngineClient
 from tests.engine.echo_client import echo_client, echo_front
-from tests.server.fake_client import wait_for
-from tests.server.serving import Served, serving
+from tests.patience import PATIENCE_S, wait_for
+from tests.server.serving import JSON, Served, serving
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_limits_of_the_engine_are_400s(server: Served) -> None:
 
 def test_a_client_that_leaves_frees_its_slot(server: Served, engine: EngineClient) -> None:
     before = engine.stats.finished["abort"]
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     asked = {"prompt": "abc", "max_tokens": 500, "stream": True, "n": 3}
-    connection.request("POST", "/v1/completions", json.dumps(asked))
+    connection.request("POST", "/v1/completions", json.dumps(asked), JSON)
     response = connection.getresponse()
     response.read1()
     response.close()
@@ -104,11 +104,13 @@ def test_a_client_that_leaves_frees_its_slot(server: Served, engine: EngineClien
 # ---- eight healthy streams while others misbehave
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
 def slow_reader(server: Served) -> None:
     sock = socket.create_connection(("127.0.0.1", server.port))
     body = json.dumps({"prompt": "xyz", "max_tokens": 400, "stream": True, "logprobs": 5}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    sock.sendall(head + body)
+    sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     sock.recv(1)
     sock.close()
 
@@ -116,9 +118,7 @@ def slow_reader(server: Served) -> None:
 def leave_at_once(server: Served) -> None:
     for _ in range(5):
         sock = socket.create_connection(("127.0.0.1", server.port))
-        sock.sendall(
-            b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt":'
-        )
+        sock.sendall(HEAD + b'Content-Length: 15\r\n\r\n{"prompt":')
         sock.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams
+from paceline.server.conversation import template_messages
 from paceline.server.fields import NOT_BUILT, WITHOUT_EFFECT, parse
 from paceline.server.params import chat_params, completion_params
 from paceline.server.requests import ChatRequest, CompletionRequest, GenerateFields, TokenizeText
@@ -94,6 +95,11 @@ def test_an_unsupported_field_that_asks_for_nothing_is_accepted(name: str, value
         ("suffix", "end"),
         ("best_of", 2),
         ("best_of", True),  # not 1
+        ("use_beam_search", True),
+        ("length_penalty", 0.5),
+        ("guided_json", {"type": "object"}),
+        ("truncate_prompt_tokens", 5),
+        ("vllm_xargs", {"a": 1}),
     ],
     ids=repr,
 )
@@ -127,10 +133,96 @@ def test_an_unknown_field_names_the_nearest_one(name: str, near: str) -> None:
     assert f"Did you mean {near!r}?" in str(error)
 
 
-def test_a_name_like_no_other_is_refused_without_a_guess() -> None:
-    error = refused(json.dumps({"messages": MESSAGES, "zzz" * 100: 1}).encode())
+@pytest.mark.parametrize("name", ["zzz" * 100, "topP", "penalty", "stop_sequences", "tokens"])
+def test_a_name_like_no_other_is_refused_without_a_guess(name: str) -> None:
+    error = refused(json.dumps({"messages": MESSAGES, name: 1}).encode())
     assert "Did you mean" not in str(error)
-    assert len(str(error)) < 150
+    assert len(str(error)) < 250
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (CompletionRequest, "messages", "/v1/chat/completions"),
+        (ChatRequest, "prompt", "/v1/completions"),
+        (CompletionRequest, "max_completion_tokens", "Did you mean 'max_tokens'?"),
+        (CompletionRequest, "top_logprobs", "Did you mean 'logprobs'?"),
+    ],
+)
+def test_a_name_of_the_other_route_is_refused_with_what_to_do(
+    kind: type[msgspec.Struct], name: str, says: str
+) -> None:
+    own = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "x"}
+    error = refused(json.dumps({**own, name: 5}).encode(), kind)
+    assert error.param == name
+    assert says in str(error)
+
+
+# What `message.model_dump()` of OpenAI's and of litellm's client gives for an answer of ours.
+ECHOED_MESSAGES: list[dict[str, Any]] = [
+    {
+        "content": "Hello",
+        "refusal": None,
+        "role": "assistant",
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    },
+    {
+        "content": "Hello",
+        "role": "assistant",
+        "tool_calls": None,
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_content": None,
+        "thinking_blocks": [{"type": "thinking"}],
+        "images": None,
+    },
+    {"content": "Hello", "role": "assistant", "tool_calls": [], "made_up": None},
+    {"content": "Hello", "role": "assistant", "cache_control": {"type": "ephemeral"}},
+    {
+        "content": [
+            {"type": "text", "text": "Hel", "cache_control": {"type": "ephemeral"}},
+            {"type": "output_text", "text": "lo", "annotations": [], "logprobs": [], "x": None},
+        ],
+        "role": "assistant",
+    },
+]
+
+
+@pytest.mark.parametrize("message", ECHOED_MESSAGES, ids=lambda m: ",".join(sorted(m)))
+def test_an_answer_that_a_client_sends_back_is_taken(
+    server: Served, client: FakeClient, message: dict[str, Any]
+) -> None:
+    reply = server.chat(messages=[*MESSAGES, message, *MESSAGES])
+    assert reply.status == 200, reply.body
+    assert client.last.prompt == "<user>Hi<assistant>Hello<user>Hi<assistant>"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_of_an_answer_reaches_the_template_by_either_name(name: str) -> None:
+    asked = chat(messages=[{"role": "assistant", "content": "x", name: "because"}])
+    assert template_messages(asked.messages)[0]["reasoning_content"] == "because"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "x", "made_up": 0}, "messages[0].made_up"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "made_up": 0}]},
+            "messages[0].content[0].made_up",
+        ),
+    ],
+)
+def test_what_would_be_lost_in_a_message_is_refused(
+    server: Served, message: dict[str, Any], param: str
+) -> None:
+    reply = server.chat(messages=[message])
+    assert (reply.status, reply.error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
@@ -328,3 +420,17 @@ def test_a_value_out_of_place_is_a_400_with_its_param(
     assert reply.status == 400
     assert reply.error["param"] == param
     assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"logprobs": True, "top_logprobs": -3}, "top_logprobs is -3;"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0;"),
+        ({"max_tokens": 0}, "max_tokens is 0;"),
+    ],
+)
+def test_an_error_calls_a_field_as_the_client_did(
+    server: Served, fields: dict[str, Any], says: str
+) -> None:
+    assert server.chat(**fields).error["message"].startswith(says)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,6 +11,7 @@ from paceline.engine.messages import RESTED, Events, Gauges, StepTimes, without_
 from paceline.engine.stats import EngineStats
 from paceline.observe.histogram import Histogram
 from paceline.observe.metrics import Metrics
+from paceline.observe.stream import LossyStream
 from tests.server.fake_client import FakeClient
 from tests.server.serving import Served, serving
 
@@ -17,6 +20,7 @@ NAMES = {
     "paceline:generation_tokens_total",
     "paceline:inter_token_latency_seconds",
     "paceline:kv_cache_usage_perc",
+    "paceline:log_lines_dropped_total",
     "paceline:num_preemptions_total",
     "paceline:num_requests_running",
     "paceline:num_requests_waiting",
@@ -54,8 +58,8 @@ def test_the_names_are_frozen() -> None:
 
 def test_totals_are_the_engines() -> None:
     stats = EngineStats(
+        num_held=5,
         num_running=3,
-        num_waiting=2,
         kv_usage=0.25,
         num_preemptions=4,
         num_prompt_tokens=100,
@@ -135,3 +139,12 @@ def test_metrics_are_text_that_prometheus_reads(server: Served) -> None:
     reply = server.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=")
     assert "process_resident_memory_bytes" in samples(reply.body.decode())
+
+
+def test_log_lines_that_were_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        stream = LossyStream(nowhere.fileno())
+        stream.num_dropped = 3
+        monkeypatch.setattr("sys.stderr", stream)
+        text = Metrics("m").text().decode()
+    assert 'paceline:log_lines_dropped_total{model_name="m"} 3.0' in text

@@ -20,8 +20,9 @@ from paceline.server.app import build_app
 from paceline.server.listen import bind
 from paceline.server.options import ServerOptions
 from tests.architecture.source_tree import ROOT
-from tests.server.fake_client import FakeClient, ids_of, wait_for
-from tests.server.serving import Served, serving
+from tests.patience import PATIENCE_S, wait_for
+from tests.server.fake_client import FakeClient, ids_of
+from tests.server.serving import JSON, Served, serving
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/models/", "/health/", "/x%00"])
@@ -60,18 +61,21 @@ def test_a_wrong_method_is_a_405_that_names_the_right_one(
     assert allow in reply.headers["allow"]
 
 
-def test_models_are_listed_and_found() -> None:
+def test_a_model_answers_to_each_of_its_names_and_replies_carry_the_first() -> None:
     names = ("org/first", "second")
     with serving(FakeClient(), served_model_name=names) as server:
         body = server.get("/v1/models").json()
         assert body["object"] == "list"
         assert [m["id"] for m in body["data"]] == list(names)
-        card = server.get("/v1/models/org/first").json()
-        assert card == body["data"][0]
+        for name, card in zip(names, body["data"], strict=True):
+            assert server.get(f"/v1/models/{name}").json() == card
         assert (card["max_model_len"], card["root"], card["owned_by"]) == (4096, "tiny", "paceline")
         assert server.get("/v1/models/third").error["code"] == "model_not_found"
-        assert server.chat().json()["model"] == "org/first"
-        assert server.chat(model="second").json()["model"] == "second"
+        for asked in ({}, {"model": "org/first"}, {"model": "second"}):
+            assert server.chat(**asked).json()["model"] == "org/first"
+            assert server.complete(**asked).json()["model"] == "org/first"
+        assert b'model_name="org/first"' in server.get("/metrics").body
+        assert b'model_name="second"' not in server.get("/metrics").body
         reply = server.chat(model="secnd")
         assert reply.status == 404
         assert reply.error["code"] == "model_not_found"
@@ -199,7 +203,7 @@ def test_a_request_id_is_taken_or_made(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("paceline"), "propagate", True)
     with caplog.at_level(logging.INFO, "paceline.server"):
-        headers = {"X-Request-Id": "abc-123"}
+        headers = {**JSON, "X-Request-Id": "abc-123"}
         reply = server.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
     assert reply.headers["x-request-id"] == "abc-123"
     wait_for(lambda: any(getattr(r, "request_id", "") == "abc-123" for r in caplog.records))
@@ -235,18 +239,16 @@ def test_a_body_over_the_limit_is_a_413(client: FakeClient) -> None:
         assert "1000" in reply.error["message"]
 
 
-def test_a_chunked_body_over_the_limit_is_a_413_and_the_connection_lives(
+def test_a_chunked_body_over_the_limit_is_a_413_although_more_of_it_comes(
     client: FakeClient,
 ) -> None:
     with serving(client, max_request_bytes=1000) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         chunks = iter([b'{"prompt": "', b"x" * 600, b"x" * 600, b"x" * 100_000, b'"}'])
-        connection.request("POST", "/v1/completions", chunks, encode_chunked=True)
+        connection.request("POST", "/v1/completions", chunks, JSON, encode_chunked=True)
         response = connection.getresponse()
         assert response.status == 413
         response.read()
-        connection.request("POST", "/v1/completions", b'{"prompt": "x"}')
-        assert connection.getresponse().status == 200
         connection.close()
         wait_for(lambda: server.service.body_bytes == 0)
 
@@ -267,6 +269,7 @@ def test_a_body_that_does_not_come_is_a_408(
     with serving(client) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
         connection.endheaders(b'{"prompt"')
         assert connection.getresponse().status == 408
@@ -303,7 +306,7 @@ def test_long_texts_are_tokenized_beside_the_loop(server: Served) -> None:
 
 
 def test_a_broken_request_line_is_a_400_and_the_server_lives(server: Served) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as sock:
         sock.sendall(b"\x00\x01\x02 nonsense\r\n\r\n")
         assert sock.recv(100).startswith(b"HTTP/1.1 400")
     assert server.get("/health").status == 200

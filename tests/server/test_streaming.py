@@ -11,16 +11,16 @@ import pytest
 
 from paceline.engine.assembly import Delta
 from paceline.server import generate
+from tests.patience import wait_for
 from tests.server.fake_client import (
     Asked,
     FakeClient,
     Steps,
     ids_of,
     table,
-    wait_for,
     words,
 )
-from tests.server.serving import Served, serving
+from tests.server.serving import JSON, Served, serving
 
 
 def events(body: bytes) -> list[Any]:
@@ -196,9 +196,13 @@ def test_a_dead_engine_ends_streams_with_an_event_and_then_answers_503() -> None
         stream = open_stream(server)
         client.allow(1)
         read_until(stream, b'"content":"a"')
-        client.die("The engine is gone: it was killed.")
+        client.die(f"OSError: '/srv/models/x.bin' {'y' * 300}\n  at /srv/engine.py:7 in turn")
         rest = stream.read()
         assert b'"code":"engine_dead"' in rest
+        assert b"The engine has stopped; the server's log says why. OSError: 'x.bin' yyy" in rest
+        assert b"/srv" not in rest
+        assert b"engine.py" not in rest
+        assert b"y" * 200 not in rest
         assert rest.endswith(b"data: [DONE]\n\n")
         assert server.chat().status == 503
         assert server.chat().error["code"] == "engine_dead"
@@ -213,7 +217,7 @@ def open_stream(server: Served, path: str = "/v1/chat/completions", **fields: An
     """A response whose body has not been read."""
     fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, json.dumps({"stream": True, **fields}))
+    connection.request("POST", path, json.dumps({"stream": True, **fields}), JSON)
     # The status line comes with the first token.
     return Stream(connection)
 
@@ -279,7 +283,8 @@ def test_every_prompt_of_a_request_is_aborted() -> None:
         reader = open_stream(server, "/v1/completions", prompt=["a", "b", "c"])
         reader.close()
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": ["a", "b", "c"]}))
+        asked = json.dumps({"prompt": ["a", "b", "c"]})
+        connection.request("POST", "/v1/completions", asked, JSON)
         client.await_asked(3)
         connection.close()
         wait_for(lambda: len(client.aborted) == 3)

@@ -343,6 +343,8 @@ def test_a_long_text_has_the_same_ids_as_in_one_go(pair: tuple[Tokenizer, Any, s
     text = " ".join(TEXTS) * 20
     assert ours.encode(text) == list(ours.backend.encode(text).ids)
     assert ours.encode_within(text, len(text)) == ours.encode(text)
+    ids = ours.encode(text)
+    assert ours.decode(ids) == ours.backend.decode(ids)
 
 
 def test_a_text_far_beyond_the_limit_is_refused_by_its_beginning(
@@ -351,8 +353,26 @@ def test_a_text_far_beyond_the_limit_is_refused_by_its_beginning(
     """Ten megabytes would take many seconds and a gigabyte of memory to encode."""
     ours, _, _ = pair
     for text in ("x1 " * 3_000_000, "日本" * 3_000_000):
-        with pytest.raises(PromptTooLong, match=f"has {len(text)} characters, the first 5696 of"):
+        with pytest.raises(PromptTooLong, match=f"has {len(text)} characters, the first 65536 of"):
             ours.encode_within(text, 100)
+
+
+def test_a_text_of_few_tokens_that_goes_on_with_many_is_never_encoded_at_once(
+    pair: tuple[Tokenizer, Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _, _ = pair
+    longest = [0]
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        longest.append(len(text))
+        is_blank = not text.strip()  # as if one token stood for any run of spaces
+        return [0] if is_blank else encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    with pytest.raises(PromptTooLong):
+        ours.encode_within(" " * 200_000 + "x1 " * 3_000_000, 100)
+    assert max(longest) <= 1 << 16
 
 
 def test_a_text_of_few_long_tokens_is_encoded_however_long_it_is() -> None:
