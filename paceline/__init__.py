@@ -47,3 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

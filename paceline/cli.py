@@ -20,6 +20,7 @@ from paceline.commands.arguments import read_config_file
 from paceline.commands.catalog import COMMANDS, Command
 from paceline.config import refuse_by_name
 from paceline.errors import ConfigError, PacelineError, nearest
+from paceline.observe.stream import fill_closed_streams, make_lossy
 
 SUMMARY = "An LLM inference engine: no bubbles between steps, speculation that changes nothing."
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -52,10 +53,14 @@ class ShortHelp(argparse.HelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the value is the exit code."""
+    """Run one command; the value is the exit code. Without `argv` this process is ours."""
+    if argv is None:
+        fill_closed_streams()
+        make_lossy("stderr")
+        argv = sys.argv[1:]
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            return _run(list(argv))
         finally:
             sys.stdout.flush()  # also behind --help, which leaves by SystemExit
     except KeyboardInterrupt:
@@ -66,15 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except PacelineError as error:
         _complain(str(error))
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.exit_code
     except OSError as error:
         _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return 1
-    finally:
-        try:
-            sys.stderr.flush()
-        except OSError:  # a log on a full disk: nothing that Python should fail for at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def build_parser() -> Parser:
@@ -97,6 +97,7 @@ def _add_commands(parser: Parser, dest: str, commands: Iterable[tuple[str, Comma
             description=command.summary,
         )
         command.add_arguments(child)
+        child.set_defaults(opening=command.opening)
         if command.kinds:
             _add_commands(child, "kind", command.kinds)
 
@@ -112,6 +113,8 @@ def _run(argv: list[str]) -> int:
     if path is not None:
         leaf.set_defaults(**read_config_file(path, leaf))
     args: Namespace = parser.parse_args(argv)
+    if args.opening is not None:
+        print(f"Paceline {__version__}: {args.opening(args)}", file=sys.stderr)
     return _command(args.command)(args)
 
 

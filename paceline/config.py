@@ -38,13 +38,13 @@ class ModelConfig:
     tokenizer: str | None = _opt(None, "folder, GGUF file or hub id of the tokenizer")
     revision: str | None = _opt(None, "branch, tag or commit of a hub id")
     dtype: Dtype = _opt("auto", "precision of the weights; auto keeps the checkpoint's")
-    load_format: LoadFormat = _opt("auto", "dummy makes random weights from config.json alone")
+    load_format: LoadFormat = _opt("auto", "of the weights; dummy: random, from config.json alone")
     max_model_len: int | None = _opt(None, "most tokens of prompt and output together")
-    generation_config: str = _opt("auto", "auto, none ('vllm') or a folder: default sampling")
+    generation_config: str = _opt("auto", "default sampling: auto (the model's), none or a folder")
     max_logprobs: int = _opt(20, "most logprobs a request may ask for")
     logits_processors: tuple[str, ...] = _opt((), "module:Class of custom logits processors")
-    skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out")
-    seed: int = _opt(0, "seeds dummy weights and requests that bring no seed of their own")
+    skip_tokenizer_init: bool = _opt(False, "load no tokenizer; requests and replies are token ids")
+    seed: int = _opt(0, "seed of dummy weights, and of requests without a seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,11 @@ class CacheConfig:
     block_size: int = _opt(16, "tokens per KV page")
     enable_prefix_caching: bool = _opt(True, "share the KV of equal prefixes")
     gpu_memory_utilization: float = _opt(0.9, "share of the GPU that Paceline may use")
-    kv_cache_memory_bytes: int | None = _opt(None, "size of the KV cache; on CPU default 1 GiB")
+    kv_cache_memory_bytes: int | None = _opt(
+        None,
+        "size of the KV cache of a rank; on CPU 1 GiB by default, or half of the memory that is "
+        "available to the rank if that is less",
+    )
     num_gpu_blocks_override: int | None = _opt(None, "number of KV pages, for tests")
 
 
@@ -104,15 +108,17 @@ class DeviceConfig:
     data_parallel_size: int = _opt(1, "replicas that share the load")
     enable_expert_parallel: bool = _opt(False, "spread experts over all ranks")
     all2all_backend: All2AllBackend = _opt(
-        "allgather_reducescatter", "how rows and spread experts find each other"
+        "allgather_reducescatter", "collectives that carry rows to spread experts and back"
     )
     distributed_executor_backend: str | None = _opt(
-        None, "mp: ranks are processes of this machine, the only one so far"
+        None, "mp (the only one): ranks are processes of this machine"
     )
-    stall_timeout: float = _opt(60.0, "seconds that a rank waits for another (ours)")
-    check_collectives: bool = _opt(False, "compare every collective first; slow (ours)")
-    force_collectives: bool = _opt(False, "groups of one rank talk too, for tests (ours)")
-    share_gpu: bool = _opt(False, "several ranks on one GPU, slowly and eagerly (ours)")
+    stall_timeout: float = _opt(
+        60.0, "seconds without progress or an answer after which a rank counts as hung (ours)"
+    )
+    check_collectives: bool = _opt(False, "check that ranks agree on each collective; slow (ours)")
+    force_collectives: bool = _opt(False, "run collectives in groups of one rank, for tests (ours)")
+    share_gpu: bool = _opt(False, "allow several ranks on one GPU; slow, no CUDA graphs (ours)")
 
 
 @dataclass(frozen=True, kw_only=True)

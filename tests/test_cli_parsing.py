@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -263,6 +265,22 @@ def test_options_are_checked_before_anything_is_loaded() -> None:
 def test_the_written_reference_is_up_to_date() -> None:
     for path, text in pages().items():
         assert path.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_server_runs_is_one_while_loading(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_server(*_: object, on_ready: object) -> int:
+        os.kill(os.getpid(), number)
+        return 0
+
+    monkeypatch.setattr("paceline.server.app.run_server", run_server)
+    monkeypatch.setattr("paceline.commands.serve.configure_logging", lambda level: None)
+    before = signal.getsignal(number)
+    assert main(["serve", "some/model"]) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1] == "paceline: stopped while loading"
+    assert signal.getsignal(number) is before
 
 
 def test_the_collector_leaves_alone_what_a_server_has_loaded(

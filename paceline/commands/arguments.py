@@ -39,7 +39,7 @@ _SAMPLING_FLAGS = {
     "top_k": "keep this many of the most likely tokens (0: all)",
     "min_p": "drop tokens below this share of the most likely one",
     "stop": "strings that end the answer",
-    "ignore_eos": "go on past the end-of-sequence token",
+    "ignore_eos": "generate past the end-of-sequence token",
 }
 
 
@@ -73,7 +73,9 @@ def add_engine_arguments(parser: ArgumentParser, *, shown: bool = True) -> None:
     )
     add_config_argument(parser)
     if not shown:
-        parser.epilog = "The engine flags of `paceline serve --help` (model to speculation) work."
+        parser.epilog = (
+            "Also takes the engine flags of `paceline serve --help` (model to speculation)."
+        )
 
 
 def add_dataclass_arguments(
@@ -90,7 +92,7 @@ def add_dataclass_arguments(
 
 
 def add_sampling_arguments(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (what is not given comes from the model)")
+    group = parser.add_argument_group("sampling (defaults: the model's generation config)")
     hints = get_type_hints(SamplingParams)
     for name, text in _SAMPLING_FLAGS.items():
         hint = tuple[str, ...] if name == "stop" else hints[name]
@@ -156,7 +158,7 @@ def read_config_file(path: str, parser: ArgumentParser) -> dict[str, Any]:
             refuse_by_name(name)
             known = [a.replace("_", "-") for a in actions]
             hint = nearest(name.replace("_", "-"), known)
-            raise ConfigError(f"{path}: {key!r} is no flag of {parser.prog}.{hint}")
+            raise ConfigError(f"{path}: {key!r} is not a flag of {parser.prog}.{hint}")
         found[name] = _file_value(path, key, value, actions[name])
     return found
 
@@ -165,7 +167,7 @@ def size(text: str) -> int:
     """`4096`, `8k` (thousands), `8K` or `8KiB` (1,024s), `2G`, `512MiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgKMG])|([KMG])iB)?", text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 4096, 8k, 8K or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 4096, 8k, 8K or 2GiB")
     unit = _UNITS.get(match[2] or match[3] or "", 1)
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
@@ -176,7 +178,7 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text not in names:
             hint = nearest(text, names)
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}.{hint}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}.{hint}")
         return text
 
     return check

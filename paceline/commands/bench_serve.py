@@ -1,6 +1,6 @@
 """`paceline bench serve`: an open-loop load on a server. Requests leave on their own schedule.
 
-A server that falls behind gets no mercy: the next request does not wait for the last answer.
+The next request does not wait for the last answer, also when the server falls behind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from paceline.commands.arguments import engine_keywords
-from paceline.commands.http_stream import Endpoint, HttpFailure, get, post_events
+from paceline.commands.arguments import engine_keywords, flag
+from paceline.commands.http_stream import Endpoint, HttpFailure, Unreachable, get, post_events
 from paceline.commands.prompts import Prompt, read_prompts
 from paceline.commands.report import (
     acceptance,
@@ -70,7 +70,10 @@ def run(args: Namespace) -> int:
     keywords = engine_keywords(args)
     if args.base_url is not None:
         if given := sorted(set(keywords) - {"speculative_config", "seed"}):
-            raise ConfigError(f"--base-url names a running server; {', '.join(given)} is its own.")
+            flags = ", ".join(map(flag, given))
+            raise ConfigError(
+                f"--base-url measures a running server; give {flags} where that one is started."
+            )
         return asyncio.run(measure(args, Endpoint.parse(args.base_url, args.api_key)))
     with own_server(keywords) as endpoint:
         return asyncio.run(measure(args, endpoint))
@@ -81,7 +84,10 @@ async def measure(args: Namespace, endpoint: Endpoint) -> int:
         model = json.loads(await get(endpoint, "/v1/models"))["data"][0]["id"]
         before = await scrape(endpoint)
     except (HttpFailure, ValueError, KeyError, IndexError) as error:
-        raise EngineDead(f"{endpoint.host}:{endpoint.port} does not serve: {error}") from None
+        says = (
+            error if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: {error}"
+        )
+        raise EngineDead(str(says)) from None
     prompts = load_prompts(args)
     started_s = time.perf_counter()
     shots = await fire(args, endpoint, model, prompts)

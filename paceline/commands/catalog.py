@@ -6,7 +6,7 @@ What a command does is in the module of its name.
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +15,31 @@ from paceline.commands.arguments import (
     add_dataclass_arguments,
     add_engine_arguments,
     add_sampling_arguments,
+    engine_config,
     one_of,
 )
 from paceline.server.options import ServerOptions
 
 
+def _loading(args: Namespace) -> str:
+    from paceline.checkpoint.default_model import NAME
+
+    config = engine_config(args)
+    device = config.device.device
+    return f"loading {config.model.model or NAME}" + (f" on {device}" if device != "auto" else "")
+
+
 @dataclass(frozen=True)
 class Command:
-    """One verb of the command line; a verb with `kinds` has commands of its own below it."""
+    """One verb of the command line; a verb with `kinds` has commands of its own below it.
+
+    `opening` says what the command begins to do, before slow imports. It refuses wrong flags.
+    """
 
     summary: str
     usage: str
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    opening: Callable[[Namespace], str] | None = _loading
     kinds: tuple[tuple[str, Command], ...] = ()
 
 
@@ -38,9 +51,9 @@ def _serve(parser: ArgumentParser) -> None:
 def _generate(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     _text(group, "--input", "FILE", "one prompt per line, or JSONL [stdin]")
-    _text(group, "--output", "FILE", "where the JSONL goes [stdout]")
+    _text(group, "--output", "FILE", "file for the answers, as JSONL [stdout]")
     group.add_argument(
-        "--chat", action="store_true", help="send each line as a user's message to a chat model"
+        "--chat", action="store_true", help="apply the chat template: each line is a user message"
     )
     add_sampling_arguments(parser)
     add_engine_arguments(parser, shown=False)
@@ -48,16 +61,16 @@ def _generate(parser: ArgumentParser) -> None:
 
 def _chat(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("conversation")
-    _text(group, "--system-prompt", "TEXT", "what the model is told first")
+    _text(group, "--system-prompt", "TEXT", "system message of the conversation")
     add_sampling_arguments(parser)
     add_engine_arguments(parser, shown=False)
 
 
 def _bench_latency(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    _number(group, "--batch-size", 8, "requests of one batch")
-    _number(group, "--num-iters", 10, "batches that count")
-    _number(group, "--num-iters-warmup", 2, "batches before them")
+    _number(group, "--batch-size", 8, "requests in a batch")
+    _number(group, "--num-iters", 10, "measured batches")
+    _number(group, "--num-iters-warmup", 2, "warm-up batches before them")
     _lengths(group, "tokens")
     _trace(group)
     add_engine_arguments(parser, shown=False)
@@ -65,7 +78,7 @@ def _bench_latency(parser: ArgumentParser) -> None:
 
 def _bench_throughput(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    _number(group, "--num-prompts", 100, "requests in all")
+    _number(group, "--num-prompts", 100, "number of requests")
     _lengths(group, "tokens")
     _trace(group)
     add_engine_arguments(parser, shown=False)
@@ -73,15 +86,15 @@ def _bench_throughput(parser: ArgumentParser) -> None:
 
 def _bench_serve(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    _text(group, "--base-url", "URL", "a running server [one of our own]")
-    _text(group, "--api-key", "TEXT", "what that server asks for")
+    _text(group, "--base-url", "URL", "a running server [one that this command starts]")
+    _text(group, "--api-key", "TEXT", "API key of that server")
     group = parser.add_argument_group("load")
-    _number(group, "--num-prompts", 100, "requests in all")
+    _number(group, "--num-prompts", 100, "number of requests")
     _text(group, "--dataset-path", "FILE", "prompts, as `paceline generate` reads them")
     _lengths(group, "words")
     _number(group, "--request-rate", math.inf, "requests per second; inf is all at once")
     _number(group, "--burstiness", 1.0, "1 is a Poisson process, less is bursts, more is even")
-    _number(group, "--max-concurrency", None, "most requests at a time")
+    _number(group, "--max-concurrency", None, "most requests in flight")
     _number(group, "--temperature", 0.0, "0 is greedy")
     add_engine_arguments(parser, shown=False)
 
@@ -91,14 +104,14 @@ def _convert(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where the Hugging Face folder is written")
     dtypes = ("float16", "bfloat16", "float32")
     metavar = "{" + ",".join(dtypes) + "}"
-    text = "of the weights [float16]"
+    text = "precision of the written weights [float16]"
     parser.add_argument(
         "--dtype", type=one_of(dtypes), default="float16", metavar=metavar, help=text
     )
 
 
 def _doctor(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _text(group: Any, flag: str, metavar: str, text: str) -> None:
@@ -114,27 +127,34 @@ def _number(group: Any, flag: str, default: float | None, text: str) -> None:
 
 
 def _lengths(group: Any, unit: str) -> None:
-    _number(group, "--input-len", 128, f"{unit} of a random prompt")
-    _number(group, "--output-len", 128, "tokens of an answer")
-    _text(group, "--output-json", "FILE", "write the result there; - is stdout")
+    _number(group, "--input-len", 128, f"{unit} in a random prompt")
+    _number(group, "--output-len", 128, "tokens in an answer")
+    _text(group, "--output-json", "FILE", "file for the result; - is stdout")
 
 
 def _trace(group: Any) -> None:
-    _text(group, "--trace", "FILE", "write what host and device did, for ui.perfetto.dev")
+    _text(group, "--trace", "FILE", "write a timeline of host and device, for ui.perfetto.dev")
 
 
 _BENCHES = (
     (
         "latency",
-        Command("Time of one batch, again and again.", "[MODEL] [options]", _bench_latency),
+        Command("Latency of a batch, measured several times.", "[MODEL] [options]", _bench_latency),
     ),
     (
         "throughput",
-        Command("Tokens per second, all requests at once.", "[MODEL] [options]", _bench_throughput),
+        Command(
+            "Tokens per second with all requests at once.", "[MODEL] [options]", _bench_throughput
+        ),
     ),
     (
         "serve",
-        Command("A server under load: rates and latencies.", "[MODEL] [options]", _bench_serve),
+        Command(
+            "Rates and latencies of a server under load.",
+            "[MODEL] [options]",
+            _bench_serve,
+            lambda args: f"measuring {args.base_url or 'a server that this command starts'}",
+        ),
     ),
 )
 
@@ -152,9 +172,15 @@ COMMANDS = {
         kinds=_BENCHES,
     ),
     "convert": Command(
-        "Write a GGUF file as a folder of safetensors.", "GGUF DIR [options]", _convert
+        "Write a GGUF file as a folder of safetensors.",
+        "GGUF DIR [options]",
+        _convert,
+        lambda args: f"converting {args.gguf}",
     ),
     "doctor": Command(
-        "What this machine has, what Paceline would use, what is missing.", "[--json]", _doctor
+        "What this machine has, what Paceline would use, what is missing.",
+        "[--json]",
+        _doctor,
+        opening=None,  # its report begins at once
     ),
 }

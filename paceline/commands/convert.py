@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from paceline.checkpoint.convert import convert_gguf
 from paceline.commands.loading import LoadingLine
 
 
 def run(args: Namespace) -> int:
-    line = LoadingLine()
+    line = LoadingLine("Converting")
+    name = Path(args.gguf).name
     try:
         files = convert_gguf(
-            args.gguf,
-            args.folder,
-            args.dtype,
-            progress=lambda _, fraction: line("Converting", fraction),
+            args.gguf, args.folder, args.dtype, progress=lambda _, fraction: line(name, fraction)
         )
     finally:
         line.close()

@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.config import cache_dir
+from paceline.observe.memory import host_memory
 
 State = Literal["ok", "note", "missing"]
 _MARKS: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
@@ -27,6 +29,7 @@ _GIB = 1 << 30
 CORE_PACKAGES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "gguf")
 CPU_PACKAGES = ("numba",)
 SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
+_SERVER_FIX = "pip install 'paceline[server]'"
 # Asked in a process of its own: a torch that crashes on import must not take the doctor along.
 _PROBE = """
 import json, torch
@@ -63,9 +66,16 @@ class Finding:
 
 @dataclass
 class Report:
+    """Findings by section. `is_shown` prints each one as it is found: some of them take seconds."""
+
+    is_shown: bool
     sections: dict[str, list[Finding]] = field(default_factory=dict)
 
     def add(self, section: str, state: State, text: str, fix: str | None = None) -> None:
+        if self.is_shown:
+            if section not in self.sections:
+                print(section)
+            print(f"  {_MARKS[state]}  {text}" + (f"\n        {fix}" if fix else ""), flush=True)
         self.sections.setdefault(section, []).append(Finding(state, text, fix))
 
     @property
@@ -79,39 +89,33 @@ class Report:
 
 
 def run(args: Namespace) -> int:
-    report = examine()
+    report = Report(is_shown=not args.json)
+    examine(report)
     if args.json:
         print(json.dumps({"ok": report.is_able, **asdict(report)["sections"]}, indent=2))
     else:
-        print_report(report)
+        print(f"\n{verdict(report)}")
     return 0 if report.is_able else 1
 
 
-def examine() -> Report:
-    report = Report()
-    torch = probe_torch()
+def examine(report: Report) -> None:
     _python(report)
+    torch = probe_torch()
     _torch(report, torch)
     _packages(report)
     _hardware(report, torch)
     _storage(report)
     _choices(report, torch)
-    return report
 
 
-def print_report(report: Report) -> None:
-    for section, findings in report.sections.items():
-        print(section)
-        for finding in findings:
-            print(f"  {_MARKS[finding.state]}  {finding.text}")
-            if finding.fix:
-                print(f"        {finding.fix}")
+def verdict(report: Report) -> str:
     missing = [f for f in report.findings if f.state == "missing"]
-    print()
     if missing:
-        print(f"{len(missing)} missing; the indented commands mend them.")
-    else:
-        print("Ready: paceline serve")
+        return f"{len(missing)} missing; run the indented commands."
+    if gone := _missing(SERVER_PACKAGES):
+        needs = f"paceline serve needs {', '.join(gone)}: {_SERVER_FIX}"
+        return f"Ready: paceline generate, chat and bench. {needs}"
+    return "Ready: paceline serve"
 
 
 def probe_torch() -> dict[str, Any]:
@@ -148,8 +152,7 @@ def _torch(report: Report, torch: dict[str, Any]) -> None:
 
 def _packages(report: Report) -> None:
     core = {name: _version(name) for name in CORE_PACKAGES}
-    gone = [name for name, found in core.items() if found is None]
-    if gone:
+    if gone := _missing(CORE_PACKAGES):
         report.add(
             "Software", "missing", f"not installed: {', '.join(gone)}", "pip install paceline"
         )
@@ -160,10 +163,9 @@ def _packages(report: Report) -> None:
     else:
         text = "no numba: CPU kernels run in plain torch, much slower"
         report.add("Software", "note", text, "pip install 'paceline[cpu]'")
-    missing = [name for name in SERVER_PACKAGES if _version(name) is None]
-    if missing:
+    if missing := _missing(SERVER_PACKAGES):
         text = f"no server: {', '.join(missing)} not installed"
-        report.add("Software", "note", text, "pip install 'paceline[server]'")
+        report.add("Software", "note", text, _SERVER_FIX)
     else:
         found = ", ".join(f"{name} {_version(name)}" for name in SERVER_PACKAGES)
         report.add("Software", "ok", f"server: {found}")
@@ -174,8 +176,9 @@ def _hardware(report: Report, torch: dict[str, Any]) -> None:
     cores = len(os.sched_getaffinity(0))
     have = [flag for flag in _CPU_FLAGS if flag in flags]
     report.add("Machine", "ok", f"{name}, {cores} cores ({', '.join(have) or 'no vector flags'})")
-    total, free = _memory()
-    report.add("Machine", "ok", f"{total / _GIB:.1f} GiB memory, {free / _GIB:.1f} GiB available")
+    memory = host_memory()
+    text = f"{memory.total / _GIB:.1f} GiB memory, {memory.available / _GIB:.1f} GiB available"
+    report.add("Machine", "ok", text)
     for gpu in torch.get("gpus", ()):
         size = f"{gpu['memory'] / _GIB:.0f} GiB"
         report.add("Machine", "ok", f"{gpu['name']}, {size}, compute {gpu['capability']}")
@@ -246,13 +249,8 @@ def _cpu() -> tuple[str, set[str]]:
     return name, set((found.get("flags") or found.get("Features") or "").split())
 
 
-def _memory() -> tuple[int, int]:
-    """(total, available) in bytes."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        values[key] = int(value.split()[0]) * 1024
-    return values["MemTotal"], values.get("MemAvailable", values["MemFree"])
+def _missing(names: Iterable[str]) -> list[str]:
+    return [name for name in names if _version(name) is None]
 
 
 def _version(name: str) -> str | None:

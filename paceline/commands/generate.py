@@ -48,7 +48,8 @@ def answer_all(
     session: Session, prompts: list[Prompt], given: dict[str, Any], stream: TextIO
 ) -> int:
     """Keep the engine busy, and write each answer as soon as those before it are written."""
-    progress = ProgressLine(len(prompts), "Answered prompts")
+    # On a terminal the answers themselves show how far it is.
+    progress = ProgressLine(len(prompts), "Answered prompts", is_shown=not stream.isatty())
     window = _WINDOW_PER_SLOT * session.client.num_slots
     waiting = iter(prompts)
     answers: deque[Answer | InvalidRequest] = deque()

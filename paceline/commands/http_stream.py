@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,9 +23,13 @@ class HttpFailure(Exception):
     """The server answered with an error, or not at all."""
 
 
+class Unreachable(HttpFailure):
+    """Nothing listens where the server should be."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the server is, and what to say to be let in."""
+    """Where the server is, and the API key that it asks for."""
 
     host: str
     port: int
@@ -32,11 +37,16 @@ class Endpoint:
     prefix: str = ""
     api_key: str | None = None
 
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.is_tls else ''}://{host}:{self.port}{self.prefix}"
+
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no URL; write it like http://127.0.0.1:8000.")
+            raise ConfigError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000.")
         is_tls = parts.scheme == "https"
         try:
             port = parts.port or (443 if is_tls else 80)
@@ -55,7 +65,11 @@ async def request(
             endpoint.host, endpoint.port, ssl=endpoint.is_tls or None, limit=_LINE_LIMIT
         )
     except OSError as error:
-        raise HttpFailure(f"no connection: {error.strerror or error}") from None
+        number = error.errno or 0  # below 0: of getaddrinfo
+        reason = os.strerror(number) if number > 0 else error.strerror or error
+        raise Unreachable(
+            f"Cannot reach {endpoint.url}; is the server running? ({reason})"
+        ) from None
     try:
         writer.write(_head(endpoint, method, path, len(body)) + body)
         await writer.drain()

@@ -1,33 +1,26 @@
-"""The line that says what is being loaded and how far it is. Owns standard error meanwhile."""
+"""The line that says what is being loaded or converted, and how far it is."""
 
 from __future__ import annotations
 
-import sys
 from typing import TextIO
+
+from paceline.observe.progress import StatusLine
 
 
 class LoadingLine:
-    """What is being loaded and how far, on one line of standard error."""
+    """`Loading: weights  40%` in place on a terminal; elsewhere one line per stage."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._live = self._stream.isatty()
+    def __init__(self, title: str = "Loading", stream: TextIO | None = None) -> None:
+        self._title = title
+        self._status = StatusLine(stream)
         self._stage = ""
-        self._width = 0
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if self._live:
-            text = f"Loading: {stage}  {fraction:.0%}"
-            self._stream.write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        elif stage != self._stage and fraction < 1:
-            self._stream.write(f"Loading: {stage}\n")
+        self._status.show(f"{self._title}: {stage}  {fraction:.0%}")
+        if not self._status.is_live and stage != self._stage and fraction < 1:
+            self._status.stream.write(f"{self._title}: {stage}\n")
         self._stage = stage
-        self._stream.flush()
 
     def close(self) -> None:
         """Leave no trace on a terminal."""
-        if self._live and self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
-            self._width = 0
+        self._status.clear()

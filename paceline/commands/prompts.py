@@ -72,7 +72,7 @@ def _from_json(where: str, line: str) -> Prompt:
     _check_content(where, source, content)
     sampling = {k: v for k, v in value.items() if k not in (*_SOURCES, "id")}
     try:
-        SamplingParams.from_mapping(sampling)
+        SamplingParams(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     own_id = value.get("id")

@@ -5,6 +5,7 @@ Writes to standard error only; standard output belongs to the command.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from paceline.config import EngineConfig
 from paceline.engine.assembly import Delta, Generation
 from paceline.engine.client import EngineClient
 from paceline.engine.interrupt import InterruptFlag
+from paceline.errors import StoppedWhileLoading
 from paceline.observe.log import configure_logging
 from paceline.request import CompletionOutput, RequestMetrics, SamplingParams
 from paceline.text.chat import ChatTemplate
@@ -93,7 +95,7 @@ class Session:
         values = dict(self.client.default_sampling)
         for layer in layers:
             values.update(layer)
-        return SamplingParams.from_mapping(values)
+        return SamplingParams(**values)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
         answer = Answer([CompletionOutput(i) for i in range(params.n)])
@@ -134,6 +136,8 @@ def open_session(config: EngineConfig) -> Iterator[Session]:
     line = LoadingLine()
     try:
         client = EngineClient.start(config, progress=line)
+    except KeyboardInterrupt:
+        raise StoppedWhileLoading(signal.SIGINT) from None
     finally:
         line.close()
     try:

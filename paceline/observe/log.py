@@ -1,4 +1,4 @@
-"""Logging: stdlib loggers under "paceline", one line per record, the request id where one is known.
+"""Logging: one line per record, the request id where one is known.
 
 Never touches the root logger, and a program that uses `LLM` keeps its own logging setup.
 """
@@ -14,6 +14,8 @@ from typing import Any, TextIO
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
 _RESET = "\x1b[0m"
+# Ours, and those of the libraries that speak while a server runs.
+_LOGGERS = ("paceline", "uvicorn", "asyncio")
 
 
 class LineFormatter(logging.Formatter):
@@ -53,20 +55,25 @@ class RequestLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes whole lines, which need no flush. To flush is to wait for the log's reader."""
+
+    def flush(self) -> None:
+        pass
+
+
 def configure_logging(
     level: str = "info", *, process: str = "front", stream: TextIO | None = None
 ) -> None:
-    """Send Paceline's records to `stream` (stderr). Called again, it replaces its own handler."""
+    """Send this process's records to `stream` (stderr). Called again, it replaces its handler."""
     stream = sys.stderr if stream is None else stream
-    root = logging.getLogger("paceline")
-    for handler in list(root.handlers):
-        if isinstance(handler.formatter, LineFormatter):
-            root.removeHandler(handler)
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(LineFormatter(process, colour=stream.isatty()))
-    root.addHandler(handler)
-    root.setLevel(level.upper())
-    root.propagate = False
+    new = LineHandler(stream)
+    new.setFormatter(LineFormatter(process, colour=stream.isatty()))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [h for h in logger.handlers if not isinstance(h, LineHandler)] + [new]
+        logger.propagate = False
+    logging.getLogger("paceline").setLevel(level.upper())
 
 
 def current_level() -> str:

@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 
 from paceline.observe.histogram import BUBBLE_BOUNDS_S, Histogram
+from paceline.observe.stream import num_dropped_lines
 
 FIRST_TOKEN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
@@ -39,7 +40,6 @@ class EngineTotals(Protocol):
     """What the engine's client counts (engine.stats.EngineStats)."""
 
     num_running: int
-    num_waiting: int
     kv_usage: float
     num_wasted_rows: int
     num_preemptions: int
@@ -50,6 +50,8 @@ class EngineTotals(Protocol):
     num_draft_tokens: int
     num_accepted_tokens: int
 
+    @property
+    def num_waiting(self) -> int: ...
     @property
     def accepted_per_position(self) -> Sequence[int]: ...
     @property
@@ -164,7 +166,11 @@ class Metrics:
 
 def _gauges(totals: EngineTotals) -> Iterator[tuple[str, str, float]]:
     yield "paceline:num_requests_running", "Sequences in the running batch.", totals.num_running
-    yield "paceline:num_requests_waiting", "Sequences that wait for a slot.", totals.num_waiting
+    yield (
+        "paceline:num_requests_waiting",
+        "Sequences that were submitted and do not run.",
+        totals.num_waiting,
+    )
     yield "paceline:kv_cache_usage_perc", "KV pages in use; 1 is all of them.", totals.kv_usage
 
 
@@ -205,6 +211,11 @@ def _counters(totals: EngineTotals) -> Iterator[tuple[str, str, float]]:
         "paceline:wasted_rows_total",
         "Rows computed for sequences that had ended.",
         totals.num_wasted_rows,
+    )
+    yield (
+        "paceline:log_lines_dropped_total",
+        "Log lines of the server process that could not be written.",
+        num_dropped_lines(),
     )
 
 

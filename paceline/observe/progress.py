@@ -1,46 +1,75 @@
-"""A progress line on a terminal: done of total, tokens per second, time left. Owns that one line.
+"""A status line on a terminal, rewritten in place, and progress shown with it.
 
-Writes nothing when the stream is not a terminal, and never more than ten times a second.
+Writes nothing when the stream is not a terminal, and progress at most ten times a second.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
+from paceline.observe.stream import ERASE_TO_END
+
+# Gets the name of what is done now, and the share of the whole work that is done.
+OnProgress = Callable[[str, float], None]
+
 _MIN_INTERVAL_S = 0.1
+_COLUMNS = 80  # of a terminal that does not tell
+
+
+class StatusLine:
+    """One line of text, cut to the width of the terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self.is_live = self.stream.isatty()
+
+    def show(self, text: str, end: str = "") -> None:
+        """Replace the line; with a newline as `end` it stays."""
+        if self.is_live:
+            self.stream.write(f"\r{text[: self._columns() - 1]}{ERASE_TO_END}{end}")
+            self.stream.flush()
+
+    def clear(self) -> None:
+        self.show("")
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or _COLUMNS
+        except OSError:
+            return _COLUMNS
 
 
 class ProgressLine:
     """`Processed prompts  128/1000  12%  1,532 tok/s  00:41 left`, rewritten in place."""
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, label: str, stream: TextIO | None = None, *, is_shown: bool = True
+    ) -> None:
         self.total = total
         self.label = label
         self.done = 0
         self.tokens = 0
-        self._stream = sys.stderr if stream is None else stream
-        self._live = self._stream.isatty()
+        self._status = StatusLine(stream)
+        self._status.is_live &= is_shown
         self._started_s = time.monotonic()
         self._drawn_s = 0.0
-        self._width = 0
 
     def update(self, done: int, tokens: int = 0) -> None:
         """Add finished items and generated tokens."""
         self.done += done
         self.tokens += tokens
         now = time.monotonic()
-        if self._live and now - self._drawn_s >= _MIN_INTERVAL_S:
+        if now - self._drawn_s >= _MIN_INTERVAL_S:
             self._drawn_s = now
-            self._draw()
+            self._status.show(self.line())
 
     def close(self) -> None:
-        if self._live:
-            self._draw()
-            self._stream.write("\n")
-            self._stream.flush()
-            self._live = False
+        self._status.show(self.line(), end="\n")
+        self._status.is_live = False
 
     def line(self) -> str:
         elapsed = max(time.monotonic() - self._started_s, 1e-9)
@@ -52,9 +81,3 @@ class ProgressLine:
             left = int(elapsed * (self.total - self.done) / self.done)
             parts.append(f"{left // 60:02d}:{left % 60:02d} left")
         return "  ".join(parts)
-
-    def _draw(self) -> None:
-        text = self.line()
-        self._stream.write("\r" + text.ljust(self._width))
-        self._stream.flush()
-        self._width = len(text)

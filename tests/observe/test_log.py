@@ -14,10 +14,11 @@ from paceline.observe.log import RequestLogger, configure_logging, current_level
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    logger = logging.getLogger("paceline")
-    before = (list(logger.handlers), logger.level, logger.propagate)
+    loggers = [logging.getLogger(name) for name in ("paceline", "uvicorn", "asyncio")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     yield
-    logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]
+    for logger, values in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = values
 
 
 def test_a_record_is_one_line_with_level_process_place_and_request() -> None:
@@ -54,6 +55,17 @@ def test_configured_twice_it_writes_once() -> None:
     logging.getLogger("paceline").info("hello")
     assert first.getvalue() == ""
     assert second.getvalue().count("hello") == 1
+
+
+def test_libraries_that_speak_while_serving_write_the_same_lines() -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+    logging.getLogger("uvicorn.tests").warning("Invalid HTTP request received.")
+    logging.getLogger("asyncio").error("Task exception was never retrieved")
+    assert [line.split()[1:4] for line in stream.getvalue().splitlines()] == [
+        ["WARNING", "front", "uvicorn.tests"],
+        ["ERROR", "front", "asyncio"],
+    ]
 
 
 def test_colours_are_for_terminals() -> None:
