@@ -48,6 +48,8 @@ SHORT, LONG = 32, 288
 ENOUGH_S, MOST_RUNS = 2.0, 15
 PROMPT_LOADS = ((1, 4096), (8, 2048), (1, 128))
 OUTPUT_LOADS = ((256, 512, 128), (1, 4000, 256), (64, 4000, 64))
+# vLLM's offline engine keeps no statistics by default, and then its `get_metrics` raises.
+ENGINE_KEYWORDS: dict[str, dict[str, Any]] = {"vllm": {"disable_log_stats": False}}
 BANDWIDTH_BYTES_S = {"H200": 4.8e12, "H100": 3.35e12}
 
 
@@ -142,7 +144,7 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, Any]:
-    """Of `LLM(...)`: as small as the measurement allows, the same for every engine."""
+    """Of `LLM(...)`: as small as the measurement allows, the same work for every engine."""
     longest = 8192 if args.load else max(2048, -(-(args.prompt + LONG) // 256) * 256)
     asked: dict[str, Any] = {
         "model": str(models / case.model),
@@ -153,6 +155,7 @@ def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, An
         "max_num_seqs": 256 if args.load else max(64, *args.bs),
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.85,
+        **ENGINE_KEYWORDS.get(args.engine, {}),
     }
     if (spec := case.speculative_config(models)) is not None:
         asked["speculative_config"] = spec

@@ -26,7 +26,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.messages import decode_submit, encode_submit
 from paceline.request import Done, EngineRequest, SamplingParams
-from paceline.step import Extent, LateMasks, RunnerInfo, StepPlan, StepResult
+from paceline.step import LateMasks, RunnerInfo, StepPlan, StepResult, StepSize
 
 PROMPT_TOKENS = 96
 VOCAB = 32_000
@@ -41,6 +41,9 @@ class ReadyStep:
 
     def bind(self, late: LateMasks) -> None:
         raise AssertionError("no late rows here")
+
+    def is_over(self, within_s: float) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         return self._result
@@ -66,8 +69,8 @@ class NullRunner:
     def info(self) -> RunnerInfo:
         return self._info
 
-    def extent(self, plan: StepPlan) -> Extent:
-        return plan.extent()
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return plan.step_size()
 
     def launch(self, plan: StepPlan) -> ReadyStep:
         start_s = time.thread_time()

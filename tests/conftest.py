@@ -1,9 +1,12 @@
-"""What every test folder shares: GPU tests step aside without a GPU, the time limit without its
-plugin, so that the tests can be collected on a machine that has little beside pytest."""
+"""What every test folder shares: nothing is inherited from the shell, GPU tests are skipped without
+a GPU, and the time limit is ignored without its plugin: a GPU machine may have plain pytest only.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +14,19 @@ import pytest
 if TYPE_CHECKING:
     from tests.e2e.ladder import Workshop
 
-# Tests run side by side. Threads of tiny products would gain nothing and wait for each other in
-# loops: where the cores are taken, that costs fifty times the work. Whoever tests threads asks
-# for them by number.
+# A script starts its background jobs with SIGINT ignored, and every child inherits that, as it
+# inherits blocked signals. With a handler here, children begin with the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+# Servers under test are on loopback, where no proxy is asked. These variables change what is
+# tested: the key that clients must know, the hub, the width of help texts, how kernels run.
+for _name in ("NO_PROXY", "no_proxy"):
+    os.environ[_name] = f"{os.environ.get(_name, '')},localhost,127.0.0.1".lstrip(",")
+for _name in [*os.environ]:
+    if _name in ("PACELINE_API_KEY", "COLUMNS", "TRITON_INTERPRET") or _name.startswith("HF_"):
+        del os.environ[_name]
+# Tests run in parallel processes. A second thread for tiny products gains nothing, and threads that
+# spin for a core that is taken cost fifty times the work. A test of threads gives their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -41,8 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """One for all folders of tests and, under pytest-xdist, for all processes that run them."""
+    """One for all folders of tests and for all processes that run them."""
     from tests.e2e.ladder import Workshop
 
-    folder = tmp_path_factory.getbasetemp()
-    return Workshop((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "workshop")
+    return Workshop(shared_folder(tmp_path_factory) / "workshop")
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of a run, those of pytest-xdist and of tests/parallel_pytest.py."""
+    given = os.environ.get("PACELINE_TEST_SHARED")
+    folder = factory.getbasetemp()
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ
+    return Path(given) if given else folder.parent if is_shared else folder

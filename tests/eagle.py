@@ -7,7 +7,7 @@ plain heads have in common is here too: see tests/eagle3.py and tests/mtp.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,7 +42,7 @@ class PlainHead(Protocol):
         """What it reads of the target, by transformers."""
 
     def read(self, feature_ND: Tensor) -> Tensor:
-        """The target's features as features of its own."""
+        """The features that the head reads, from the target's."""
 
     def forward(self, feature_ND: Tensor, token_N: Tensor) -> Tensor:
         """The next features, of rows 0...N - 1."""
@@ -51,7 +51,7 @@ class PlainHead(Protocol):
         """Over its own vocabulary."""
 
     def token_of(self, index: int) -> int:
-        """The target's id of one of its own; -1 where it has none."""
+        """The target's id of a draft id; -1 if there is none."""
 
     def learned(self) -> list[Tensor]:
         """What training changes."""
@@ -60,16 +60,14 @@ class PlainHead(Protocol):
 Head = TypeVar("Head", bound=PlainHead)
 
 
-def drafts_of(head: PlainHead, feature_ND: Tensor, tokens: Sequence[int], k: int) -> list[int]:
-    """K greedy drafts after `tokens`; `feature_ND` are the target's, of all but the last."""
+def drafts_of(head: PlainHead, feature_ND: Tensor, tokens: Sequence[int]) -> Iterator[int]:
+    """Greedy drafts after `tokens`; `feature_ND` are the target's, of all but the last."""
     fed, own_ND = list(tokens[1:]), head.read(feature_ND[: len(tokens) - 1])
-    drafts: list[int] = []
-    while len(drafts) < k:
+    while True:
         out_ND = head.forward(own_ND, torch.tensor(fed))
-        drafts.append(head.token_of(int(head.logits(out_ND[-1:])[0].argmax())))
+        fed.append(head.token_of(int(head.logits(out_ND[-1:])[0].argmax())))
+        yield fed[-1]
         own_ND = torch.cat((own_ND, out_ND[-1:]))
-        fed.append(drafts[-1])
-    return drafts
 
 
 @dataclass

@@ -78,7 +78,7 @@ class PlainEagle3(PlainEagle):
 
 
 def tapped(target: Any, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """The residual stream after so many layers each, side by side, by transformers."""
+    """transformers' residual stream after each tapped layer, side by side."""
     seen: list[Tensor] = []
     # What transformers calls the last hidden state is normed; what goes into that norm is not.
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

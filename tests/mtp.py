@@ -53,7 +53,7 @@ class PlainMtp:
         return out_ND[0] if is_one else out_ND
 
     def _mask(self, count: int) -> Tensor:
-        """A position sees those before it; with a window, the last so many and no others."""
+        """A position sees those before it; with a window, only the last `window` ones."""
         distance = torch.arange(count)[:, None] - torch.arange(count)
         window = getattr(self.target.config, "sliding_window", None) or count
         is_seen = (distance >= 0) & (distance < window)

@@ -11,7 +11,7 @@ from paceline.cli import build_parser
 from paceline.commands.arguments import engine_config
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.parallel.placement import Layout, Seat, layout_of
+from paceline.parallel.placement import Layout, RankPlace, layout_of
 
 
 def config(**options: Any) -> EngineConfig:
@@ -32,7 +32,7 @@ def test_the_command_of_the_design_is_taken_as_it_stands() -> None:
 
 
 def test_without_options_there_is_one_rank() -> None:
-    assert layout_of(config()) == Layout() == Seat().layout
+    assert layout_of(config()) == Layout() == RankPlace().layout
     assert layout_of(config()).num_ranks == 1
 
 
@@ -40,9 +40,9 @@ def test_ranks_of_a_replica_are_neighbours_and_its_first_one_leads() -> None:
     layout = layout_of(config(tensor_parallel_size=2, data_parallel_size=3))
     assert (layout.num_ranks, layout.leaders()) == (6, [0, 2, 4])
     assert [layout.replica(r) for r in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    seat = Seat(3, layout)
-    assert (seat.dp_rank, seat.tp_rank, seat.is_leader) == (1, 1, False)
-    assert (seat.tp_ranks(), seat.dp_ranks()) == ([2, 3], [1, 3, 5])
+    place = RankPlace(3, layout)
+    assert (place.dp_rank, place.tp_rank, place.is_leader) == (1, 1, False)
+    assert (place.tp_ranks(), place.dp_ranks()) == ([2, 3], [1, 3, 5])
 
 
 @pytest.mark.parametrize(("asked", "size"), [(None, 4), (1, 1), (4, 4)])

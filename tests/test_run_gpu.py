@@ -1,8 +1,9 @@
-"""The way to the GPU tests: what is collected where little is installed, what is written down."""
+"""The way to the GPU tests: every test runs once, whatever others do, and what is written down."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from tests import run_gpu
 from tests.architecture.source_tree import ROOT
-from tests.run_gpu import Outcomes, gpu_files, sources_hash, warn_if_stale
+from tests.parallel_pytest import Done, ParallelRun
+from tests.run_gpu import gpu_files, sources_hash, warn_if_stale
+from tests.tiny import save_tiny
 
 # What a machine with a GPU need not have.
 EXTRAS = (
@@ -27,147 +30,152 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 SAMPLE = """
-from __future__ import annotations
+import os, time
 import pytest
-pytestmark = [pytest.mark.gpu]
-closed = []
+pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def shared():
     yield []
 
-@pytest.fixture
-def own(shared, tmp_path):
-    assert tmp_path.is_dir()
-    yield len(shared)
-    closed.append(True)
-
-@pytest.mark.parametrize("b", [1, pytest.param(2)])
-@pytest.mark.parametrize(("x", "y"), [(1, 2), (3, 4)], ids=["p", "q"])
-def test_pairs(own, shared, b, x, y):
-    shared.append((b, x, y))
-    assert own == len(shared) - 1 == len(closed)
-
-def test_after(shared):
-    assert sorted(shared) == [(1, 1, 2), (1, 3, 4), (2, 1, 2), (2, 3, 4)]
-    with pytest.raises(ValueError, match="no"):
-        raise ValueError("no")
-    assert 0.1 + 0.2 == pytest.approx(0.3)
+@pytest.mark.parametrize("n", range(7))
+def test_all_but_one(n, shared):
+    shared.append(n)
+    assert n != 4, "four is wrong"
 
 def test_skipped():
     pytest.importorskip("no_such_module")
+"""
+HANGS = """
+def test_that_hangs():
+    time.sleep(600)
+"""
+DIES = """
+def test_that_dies():
+    os._exit(7)
+"""
+POISONED = """
+broken = False
 
-@pytest.mark.trap("A1")
-def test_wrong():
-    assert 1 == 2
-
-def helper():
-    raise AssertionError("is no test")
+@pytest.mark.parametrize("n", range(6))
+def test_poison(n):
+    global broken
+    broken = broken or n == 2
+    assert not broken, "CUDA error: an illegal memory access was encountered"
 """
 
 
-def make_project(folder: Path, sample: str) -> Path:
-    """A project of one test file; its way to the GPU tests."""
-    tests = folder / "tests"
+def make_project(root: Path, *parts: str) -> Path:
+    """A project with one test file and its way to the GPU tests, which is returned."""
+    tests = root / "tests"
     tests.mkdir()
     (tests / "__init__.py").touch()
-    (tests / "test_sample.py").write_text(sample, encoding="utf-8")
-    for name in ("run_gpu.py", "plain_pytest.py"):
-        (tests / name).write_text((ROOT / "tests" / name).read_text("utf-8"), encoding="utf-8")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n alone\n trap(id)\n")
+    (tests / "test_sample.py").write_text("".join(parts), encoding="utf-8")
+    for name in ("run_gpu.py", "parallel_pytest.py"):
+        shutil.copy(ROOT / "tests" / name, tests / name)
+    (root / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n")
     return tests / "run_gpu.py"
 
 
-@pytest.mark.parametrize("how", [[], ["--plain"]], ids=["pytest", "plain"])
-def test_both_ways_run_the_same_tests_with_the_same_end(tmp_path: Path, how: list[str]) -> None:
-    """With pytest and with the stand-in."""
-    script = make_project(tmp_path, SAMPLE)
-    report = tmp_path / "report.json"
-    code = """
-import runpy, sys, torch
-torch.cuda.is_available = lambda: True
-torch.cuda.get_device_name = lambda: "a GPU"
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    arguments = [str(script), "--report", str(report), "--commit", "abc", *how]
-    done = run_python(code, *arguments)
+def run_sample(root: Path, *parts: str, jobs: int = 3, **limits: float) -> tuple[list[Done], str]:
+    """How each test ended, and what the reader was told."""
+    make_project(root, *parts)
+    said: list[str] = []
+    arguments = ["tests/test_sample.py", f"--rootdir={root}"]
+    logs = root / "logs"
+    logs.mkdir()
+    run = ParallelRun(
+        root, arguments, logs, said.append, **{"test_s": 120.0, "seconds": 240.0, **limits}
+    )
+    return run.run(jobs), "\n".join(said)
+
+
+def outcomes(done: list[Done]) -> dict[str, str]:
+    assert len({one.test for one in done}) == len(done), "a test ran twice"
+    return {one.test.partition("::")[2]: one.outcome for one in done}
+
+
+EXPECTED = {f"test_all_but_one[{n}]": "failed" if n == 4 else "passed" for n in range(7)}
+EXPECTED["test_skipped"] = "skipped"
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_processes_run_every_test_once(tmp_path: Path, jobs: int) -> None:
+    done, said = run_sample(tmp_path, SAMPLE, jobs=jobs)
+    assert outcomes(done) == EXPECTED
+    assert "FAILED tests/test_sample.py::test_all_but_one[4]" in said
+    assert "four is wrong" in said
+    assert sum(one.seconds for one in done) > 0
+
+
+def test_a_test_that_does_not_end_is_stopped_and_named_and_all_others_run(tmp_path: Path) -> None:
+    done, _ = run_sample(tmp_path, SAMPLE, HANGS, test_s=5.0)
+    assert outcomes(done) == EXPECTED | {"test_that_hangs": "failed"}
+    assert [one.text for one in done if "did not end within 5 s" in one.text] != []
+
+
+def test_a_test_that_ends_its_process_is_named_and_all_others_run(tmp_path: Path) -> None:
+    done, said = run_sample(tmp_path, DIES, SAMPLE)
+    assert outcomes(done) == EXPECTED | {"test_that_dies": "failed"}
+    assert "Its process ended with 7." in said
+
+
+def test_a_cuda_error_fails_no_test_but_its_own(tmp_path: Path) -> None:
+    """Every later CUDA call of that process would fail: the next test gets another process."""
+    done, _ = run_sample(tmp_path, "import pytest\n", POISONED, jobs=1)
+    wanted = {f"test_poison[{n}]": "failed" if n == 2 else "passed" for n in range(6)}
+    assert outcomes(done) == wanted
+
+
+def test_tests_for_which_no_time_is_left_are_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParallelRun, "_is_over", lambda run: run._waiting is not None)
+    done, _ = run_sample(tmp_path, HANGS, SAMPLE, jobs=1)
+    assert set(outcomes(done).values()) == {"failed"}
+    assert len(done) == len(EXPECTED) + 1
+    assert sum("It did not run" in one.text for one in done) == len(EXPECTED)
+
+
+def test_a_file_that_cannot_be_collected_counts_as_one_failure(tmp_path: Path) -> None:
+    done, said = run_sample(tmp_path, SAMPLE, "import no_such_module\n")
+    assert [(one.test, one.outcome) for one in done] == [("tests/test_sample.py", "failed")]
+    assert said.count("No module named 'no_such_module'") >= 1
+
+
+def test_the_report_says_what_ran_where_and_for_how_long(tmp_path: Path) -> None:
+    script, report = make_project(tmp_path, SAMPLE), tmp_path / "report.json"
+    command = [sys.executable, str(script), "--report", str(report), "--commit", "abc"]
+    command += ["--jobs", "2", "-k", "not skipped"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(report.read_text(encoding="utf-8"))
-    assert (found["passed"], found["failed"], found["skipped"]) == (5, 1, 1), done.stdout
-    assert [name.partition("::")[2].partition("[")[0] for name in found["failures"]] == [
-        "test_wrong"
-    ]
-    assert (found["commit"], found["gpu"]) == ("abc", "a GPU")
-    assert found["runner"] == ("plain" if how else "pytest")
+    assert (found["passed"], found["failed"], found["skipped"]) == (6, 1, 0), done.stdout
+    assert found["failures"] == ["tests/test_sample.py::test_all_but_one[4]"]
+    assert (found["commit"], found["selection"], found["jobs"]) == ("abc", "not skipped", 2)
+    assert found["files"]["tests/test_sample.py"]["tests"] == 7
     assert found["versions"]["torch"]
     assert len(found["sources_sha256"]) == 64
-
-
-SIDE_BY_SIDE = """
-import pytest
-pytestmark = pytest.mark.gpu
-
-@pytest.mark.parametrize("n", range(7))
-def test_all_but_one(n):
-    assert n != 4
-
-@pytest.mark.alone
-def test_alone():
-    pass
-"""
-ENDLESS = SIDE_BY_SIDE.replace("assert n != 4", "__import__('time').sleep(600 * (n == 4))")
-
-
-def test_processes_side_by_side_run_every_test_once(tmp_path: Path) -> None:
-    script, report = make_project(tmp_path, SIDE_BY_SIDE), tmp_path / "report.json"
-    command = [sys.executable, str(script), "--report", str(report), "--jobs", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = json.loads(report.read_text(encoding="utf-8"))
-    assert (found["passed"], found["failed"], found["skipped"]) == (7, 1, 0), done.stdout
-    assert found["failures"] == ["tests/test_sample.py::test_all_but_one[4]"]
-
-
-def test_a_process_that_does_not_end_is_stopped_and_named(tmp_path: Path) -> None:
-    script, report = make_project(tmp_path, ENDLESS), tmp_path / "report.json"
-    command = [sys.executable, str(script), "--report", str(report), "--jobs", "3"]
-    command += ["--seconds", "20"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = json.loads(report.read_text(encoding="utf-8"))
-    assert found["failures"] == ["process 1 of 3 ended with no time left"], done.stdout
-    assert found["passed"] == 3 + 2 + 1  # the two others', and the one that runs alone
+    assert "6 passed, 1 failed, 0 skipped in " in done.stdout
+    assert "7      " in done.stdout.partition("seconds  file")[2].splitlines()[1]
 
 
 def test_gpu_tests_are_collected_where_hardly_anything_is_installed() -> None:
-    """Only pytest beside what the engine needs: no timeout plugin, no server, no numba."""
-    files = [str(path) for path in gpu_files(with_pytest=True)[0] if path.parent.name == "gpu"]
+    """Only pytest beside what the engine needs: no plugin, no server, no numba."""
+    files = [str(path) for path in gpu_files()[0] if path.parent.name == "gpu"]
     assert len(files) >= 2
     code = BLOCK + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    flags = ["-p", "no:timeout", "-p", "no:hypothesispytest", "-m", "gpu", "--collect-only", "-q"]
+    flags = [f"-pno:{plugin}" for plugin in ("timeout", "xdist", "hypothesispytest")]
+    flags += ["-m", "gpu or slow", "--collect-only", "-q"]
     done = run_python(code, *files, str(ROOT / "tests/e2e/test_ladder.py"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/gpu/test_engine_gpu.py::test_two_hundred_steady" in done.stdout
-
-
-def test_the_time_limit_is_ignored_without_its_plugin() -> None:
-    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-    test = "tests/e2e/test_ladder.py"
-    flags = ["-p", "no:timeout", "-m", "slow", "--collect-only", "-q"]
-    done = run_python(code, str(ROOT / test), *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "for_the_whole_product" in done.stdout
+    assert "for_the_whole_product" in done.stdout, "its mark needs the timeout plugin"
 
 
 def test_the_core_generates_with_nothing_but_what_it_needs(tmp_path: Path) -> None:
     """torch, numpy, safetensors, tokenizers, jinja2; transformers made the checkpoint."""
-    made = run_python(
-        "import sys; from pathlib import Path; from tests.tiny import save_tiny\n"
-        "save_tiny(Path(sys.argv[1]), 'llama')",
-        str(tmp_path),
-    )
-    assert made.returncode == 0, made.stderr
+    save_tiny(tmp_path, "llama")
     code = f"""{BLOCK}
 from paceline import LLM, SamplingParams
 spec = {{"method": "ngram", "num_speculative_tokens": 3}}
@@ -187,7 +195,7 @@ build_parser()
 
 def test_files_whose_packages_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_gpu, "_importable", lambda names: names - {"scipy"})
-    files, left_out = gpu_files(with_pytest=True)
+    files, left_out = gpu_files()
     assert any(line.startswith("tests/kernels/test_sampling.py (needs scipy)") for line in left_out)
     assert not any(path.name == "test_sampling.py" for path in files)
 
@@ -217,13 +225,3 @@ def test_a_change_of_the_sources_makes_the_last_run_stale(
     assert "have changed since the last GPU run (2026-01-01, H200" in capsys.readouterr().out
     source.rename(source.with_name("other.py"))
     assert sources_hash() != record["sources_sha256"]
-
-
-def test_a_file_that_cannot_be_collected_counts_as_a_failure() -> None:
-    outcomes = Outcomes()
-
-    class Report:
-        nodeid, outcome, when = "tests/x.py", "failed", "collect"
-
-    outcomes.pytest_collectreport(Report())
-    assert (outcomes.counts["failed"], outcomes.failures) == (1, ["tests/x.py"])

@@ -43,6 +43,14 @@ def test_links_inside_the_repository_resolve(document: Path) -> None:
     assert not broken, f"{document.relative_to(ROOT)}: {broken}"
 
 
+def test_every_file_that_the_glossary_names_exists() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_/0-9]*(?:\.py)?|[a-z_]+\.py)`", text)) - {"paceline/"}
+    missing = sorted(name for name in named if not (ROOT / "paceline" / name).exists())
+    assert len(named) > 20
+    assert not missing, f"docs/glossary.md names {missing}"
+
+
 def test_no_file_of_the_repository_is_large() -> None:
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

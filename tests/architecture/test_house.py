@@ -82,16 +82,11 @@ def test_only_the_configuration_reads_the_environment(source: Source) -> None:
 
 
 def test_every_fast_kernel_has_its_reference() -> None:
-    kernels = {s.path.stem for s in sources("paceline/kernels")}
-    fast = [k for k in kernels if k.endswith(("_triton", "_numba"))]
-    # A twin may be cut into parts: attention_span_triton belongs to attention.
-    alone = [k for k in fast if not kernels & set(prefixes(k))]
-    assert not alone, f"without a torch twin: {alone}"
-
-
-def prefixes(name: str) -> list[str]:
-    words = name.split("_")[:-1]
-    return ["_".join(words[:n]) for n in range(1, len(words) + 1)]
+    kernels = {s.name for s in sources("paceline/kernels")}
+    fast = re.compile(r"(paceline/kernels/\w+)/(triton|hopper|numba|numpy)(/\w+)?\.py")
+    folders = {m[1] for k in kernels if (m := fast.fullmatch(k))} - {"paceline/kernels/gpu"}
+    alone = sorted(f for f in folders if f"{f}/reference.py" not in kernels)
+    assert not alone, f"without a torch reference: {alone}"
 
 
 def test_triton_lives_in_kernel_files_only() -> None:
@@ -100,5 +95,5 @@ def test_triton_lives_in_kernel_files_only() -> None:
         names = [a.name for n in imports if isinstance(n, ast.Import) for a in n.names]
         names += [n.module or "" for n in imports if isinstance(n, ast.ImportFrom)]
         if any(name.split(".")[0] == "triton" for name in names):
-            pattern = r"paceline/kernels/(.+_triton|triton_.+)\.py$"
+            pattern = r"paceline/kernels/(\w+/(triton|hopper)(/\w+)?|gpu/device)\.py$"
             assert re.match(pattern, source.name), source.name

@@ -22,7 +22,9 @@ from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
 from paceline.config import EngineConfig
 from paceline.engine.messages import StepTimes
 
-ARGUMENTS = Namespace(load=False, prompt=128, bs=[1, 8], sync=False, eager=False, set=[])
+ARGUMENTS = Namespace(
+    engine="paceline", load=False, prompt=128, bs=[1, 8], sync=False, eager=False, set=[]
+)
 
 
 @dataclass
@@ -158,6 +160,31 @@ def test_the_same_engine_also_samples(
     sampled = [p for _, _, p in llm.asked if p.temperature > 0]
     assert len(greedy) == 1 + 2 * len(sampled)
     assert {(p.temperature, p.top_p) for p in sampled} == {(0.8, 0.95)}
+
+
+class VllmStub(FakeLLM):
+    """vLLM's offline engine keeps no statistics by default; asked for its metrics, it raises."""
+
+    def get_metrics(self) -> Any:
+        assert not self.options.get("disable_log_stats", True), "Stat logging disabled"
+        return []  # counters, but no times of steps
+
+
+def test_vllm_is_told_to_keep_the_statistics_that_are_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def llm(**options: Any) -> FakeLLM:
+        stats = SimpleNamespace(recent=deque())
+        engine.opened.append(VllmStub(engine.opened, options, engine.clock, stats=stats))
+        return engine.opened[-1]
+
+    vllm = ModuleType("vllm")
+    vllm.__dict__.update(LLM=llm, SamplingParams=sys.modules["fake_engine"].SamplingParams)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(sys, "argv", ["bench_engines.py", "vllm", "sm", "--bs", "1"])
+    assert main() == 0
+    (line,) = results(capsys.readouterr().out)
+    assert (line["engine"], line["tpot_ms"]) == ("vllm", {"1": 1e3})
 
 
 def test_the_engine_can_be_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.kernels.gemv_table import FILE, Tile
+from paceline.kernels.linear.tiles import FILE, Tile
 
 pytest.importorskip("triton")
 from bench.gemm_gpu import MODELS, ROWS, Shape, square_counts
