@@ -35,10 +35,6 @@ def check(rung: Rung, workshop: Workshop) -> dict[str, int]:
         assert seen["cached"] > 0, "the shared prefix was never hit"
     if not rung.prefix_cache:
         assert seen["cached"] == 0
-    # A window frees pages as it goes. Right drafts free whole requests early, and how many drafts
-    # are right depends on the rounding of this CPU.
-    if rung.pool == "tight" and rung.drafter == "none" and rung.family != "mixtral-window":
-        assert seen["preemptions"] > 0, "the pool was not tight"
     return seen
 
 
@@ -53,12 +49,15 @@ def test_greedy_tokens_equal_the_reference(rung: Rung, climb: Climb) -> None:
     climb(rung)
 
 
-def test_requests_that_draft_are_preempted_too(climb: Climb) -> None:
-    assert any(climb(rung)["preemptions"] > 0 for rung in tight_rungs_with_drafts(pairwise()))
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_tight_pools_preempt(has_drafts: bool, climb: Climb) -> None:
+    """Some of them: it depends on how many requests have arrived when the pool is full."""
+    rungs = [rung for rung in tight_rungs(pairwise()) if (rung.drafter != "none") == has_drafts]
+    assert any(climb(rung)["preemptions"] > 0 for rung in rungs)
 
 
-def tight_rungs_with_drafts(rungs: list[Rung]) -> list[Rung]:
-    return [rung for rung in rungs if rung.pool == "tight" and rung.drafter != "none"]
+def tight_rungs(rungs: list[Rung]) -> list[Rung]:
+    return [rung for rung in rungs if rung.pool == "tight"]
 
 
 def check_share(rungs: list[Rung]) -> tuple[list[str], int]:

@@ -91,7 +91,7 @@ def build_stuck_device(config: EngineConfig, progress: Progress, place: RankPlac
 
     def stuck(plan: StepPlan) -> InFlightStep:
         if plan.step == STEP:
-            runner._jobs.put(lambda: time.sleep(600))
+            runner._stream._jobs.put(lambda: time.sleep(600))
         return launch(plan)  # type: ignore[no-any-return]
 
     runner.launch = stuck
