@@ -21,7 +21,7 @@ _LOOP_GRACE_S = 1.0
 _FRONT_GRACE_S = 2.0
 _LONGEST_TICK_S = 1.0
 _TICKS = 8  # looks per timeout
-# A loop that computes (a long prompt on a CPU, a kernel that is compiled) has so many timeouts.
+# A loop that computes (a long prompt on a CPU, a kernel that is compiled) gets this many timeouts.
 _WORKING_TIMEOUTS = 30
 _WORKING = 0.05  # of a core
 

@@ -28,7 +28,7 @@ class WantedEntries:
 
 
 class Unwanted(Exception):
-    """Nobody reads what this pass computes."""
+    """No output of this pass will be read: all of its requests were aborted."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Clients that leave by the hundred, and an engine that stands still: what others notice of it.
+"""Clients that leave by the hundred, and a frozen engine: what other clients notice of it.
 
 A stopped engine process makes moments that are short otherwise as long as a test needs.
 """
@@ -67,7 +67,7 @@ def ask(process: Process, **fields: object) -> socket.socket:
 def come_and_leave(
     process: Process, num_clients: int, num_sequences: int = 1, **fields: object
 ) -> None:
-    """Clients with so many sequences each, until the server has noticed that they are gone."""
+    """Clients with this many sequences each, until the server has noticed that they are gone."""
     here, left, count = num_here(process), num_left(process), num_clients * num_sequences
     with ExitStack() as clients:
         for _ in range(num_clients):

@@ -49,7 +49,7 @@ def test_every_vector_kernel_has_cases() -> None:
 
 
 def test_every_file_of_a_backend_is_in_the_table_or_a_part_of_one_that_is() -> None:
-    """A part is imported by other kernels; what nobody reaches is dead."""
+    """A part is imported by other kernels; a file that no other imports is dead."""
     kernels = sources("paceline/kernels")
     listed = {
         f"{operation.reference.__module__.rpartition('.')[0]}.{file}"

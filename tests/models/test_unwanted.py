@@ -1,4 +1,4 @@
-"""A pass that nobody waits for any more ends at the next layer."""
+"""A pass whose requests were all aborted ends at the next layer."""
 
 from __future__ import annotations
 
