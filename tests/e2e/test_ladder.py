@@ -35,6 +35,10 @@ def check(rung: Rung, workshop: Workshop) -> dict[str, int]:
         assert seen["cached"] > 0, "the shared prefix was never hit"
     if not rung.prefix_cache:
         assert seen["cached"] == 0
+        # Shared pages may be enough for all, a window frees pages as it goes, and right drafts end
+        # requests early. Without these a tight pool is always too small.
+        if rung.pool == "tight" and rung.drafter == "none" and rung.family != "mixtral-window":
+            assert seen["preemptions"] > 0, "the pool was not tight"
     return seen
 
 
@@ -51,7 +55,7 @@ def test_greedy_tokens_equal_the_reference(rung: Rung, climb: Climb) -> None:
 
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_tight_pools_preempt(has_drafts: bool, climb: Climb) -> None:
-    """Some of them: it depends on how many requests have arrived when the pool is full."""
+    """Some of them: with drafts it depends on how many are right."""
     rungs = [rung for rung in tight_rungs(pairwise()) if (rung.drafter != "none") == has_drafts]
     assert any(climb(rung)["preemptions"] > 0 for rung in rungs)
 
