@@ -6,7 +6,6 @@ W = K + 1 window positions, S slots, L sequence length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -55,8 +54,7 @@ class LogitRows(NamedTuple):
         return value_M.new_zeros(num_logits).index_copy_(0, self.row_M, value_M)
 
 
-@dataclass(frozen=True)
-class WindowRows:
+class WindowTensors(NamedTuple):
     """The window of each row of a step: one logits row for each token that it may emit.
 
     Window position j of row b is logits row first_B[b] + j, for j < width_B[b]. The token drawn
@@ -69,7 +67,13 @@ class WindowRows:
     first_B: Tensor
     width_B: Tensor  # 1 + drafts; 0: the row samples nothing
     length_B: Tensor  # committed tokens
-    draft_BK: Tensor  # -1 = none
+    draft_BK: Tensor  # contiguous; -1 = none
+
+
+class WindowRows(WindowTensors):
+    """The same tensors, with what the host reads of them: computed once."""
+
+    _fields = WindowTensors._fields  # Triton looks for the names in the class itself
 
     @classmethod
     def packed(
@@ -98,7 +102,7 @@ class WindowRows:
         """Itself, or a copy whose numbers the host can read."""
         if self.slot_B.is_cpu:
             return self
-        return WindowRows(*(getattr(self, f.name).cpu() for f in fields(self)))
+        return WindowRows(*(tensor.cpu() for tensor in self))
 
     @cached_property
     def arrays(self) -> tuple[Integers, Integers, Integers, Integers, Integers]:

@@ -1,13 +1,14 @@
-"""The tensors of a step whose shapes are fixed before anybody knows its lengths: CUDA's layout.
+"""The tensors of a step whose shapes are fixed before its lengths are known: CUDA's layout.
 
-Only names and shapes, no arithmetic. All tensors are int32 and never move, so a captured graph may
-hold their addresses. Shape letters: B rows, T token entries, K drafts, W = K + 1, N = B * W logits
-rows, S slots, L longest sequence, P pages of a slot, E ring entries.
+Only names and shapes, no arithmetic. Kernels take these tuples as they are. All tensors are int32
+and never move, so a captured graph may hold their addresses. Shape letters: B rows, T token
+entries, K drafts, W = K + 1, N = B * W logits rows, S slots, L longest sequence, P pages of a slot,
+E ring entries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from paceline.kernels.rows import WindowRows
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a graph is keyed by, beside its tail."""
+    """The shape of a step. A graph is keyed by it and by the sampling mode."""
 
     rows: int
     tokens: int
@@ -36,8 +37,7 @@ class StepShape:
         return self.rows * self.width
 
 
-@dataclass(frozen=True)
-class SlotTensors:
+class SlotFields(NamedTuple):
     """What the step's own kernels read and write of slot state."""
 
     tokens_SL: Tensor
@@ -53,18 +53,44 @@ class SlotTensors:
     stop_ids_SE: Tensor  # strided, -1 = unused
     table_SP: Tensor  # page ids, -1 = none
 
+
+class SlotSizes(NamedTuple):
+    """Widths of the tables by slot, and the steps from one slot's row to the next."""
+
+    max_model_len: int
+    num_drafts: int
+    num_eos: int
+    num_stop: int
+    tokens_stride: int
+    drafts_stride: int
+    eos_stride: int
+    stop_stride: int
+    table_stride: int
+
+
+class SlotTensors(SlotFields):
+    """The same tensors, with what follows from them: computed once."""
+
+    _fields = SlotFields._fields  # Triton looks for the names in the class itself
+
     @cached_property
     def arrays(self) -> SimpleNamespace:
         """The same memory as numpy arrays, by the same names. For CPU tensors."""
-        return SimpleNamespace(**{f.name: getattr(self, f.name).numpy() for f in fields(self)})
+        named = zip(self._fields, self, strict=True)
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in named})
+
+    @cached_property
+    def sizes(self) -> SlotSizes:
+        tables = (self.tokens_SL, self.drafts_SK, self.eos_ids_SE, self.stop_ids_SE)
+        strides = (table.stride(0) for table in (*tables, self.table_SP))
+        return SlotSizes(*(table.shape[1] for table in tables), *strides)
 
 
-@dataclass(slots=True)
-class BatchRows:
+class BatchRows(NamedTuple):
     """A varlen batch: row b holds the token entries row_start_B[b] ... + query_len_B[b].
 
-    Entries between rows belong to nobody: token 0, position 0, page slot -1. A row of nobody
-    (padding, done) has query_len 0 and length 0.
+    Unused entries, between rows and behind them, have token 0, position 0 and page slot -1. A row
+    that computes nothing (padding, done) has query_len 0 and length 0.
     """
 
     token_T: Tensor  # ids, all valid
@@ -76,8 +102,33 @@ class BatchRows:
     length_B: Tensor  # KV length of the row, its own queries included
 
 
-@dataclass(slots=True)
-class StepRows:
+class BlockLayout(NamedTuple):
+    """The pass of a block drafter: the target's committed entries, then a block for each row.
+
+    The block's entries have the positions after the committed ones. With an anchor, entry 0 holds
+    the newest token; all others hold `mask_id`. Draft j comes from entry first_output + j; entry -1
+    is the row's last committed one.
+    """
+
+    k: int  # drafts: the width never depends on the step
+    mask_id: int
+    first_output: int  # 1: an entry gives its own token; 0, -1: it gives the token after its own
+
+    @property
+    def width(self) -> int:
+        return self.k + self.first_output
+
+    @property
+    def has_anchor(self) -> bool:
+        return self.first_output >= 0
+
+    @property
+    def shift(self) -> int:
+        """Committed entry i holds token i + shift. Without an anchor the newest one is there."""
+        return 0 if self.has_anchor else 1
+
+
+class StepRows(NamedTuple):
     """The rows of a step: what the target computes, their windows, and what became of them."""
 
     windows: WindowRows
@@ -106,58 +157,47 @@ class PaddedRows:
         return self.row_T.device
 
 
-@dataclass(frozen=True, slots=True)
-class PacketLayout:
+# The header of a packet.
+PACKET_STEP, PACKET_ROWS, PACKET_APPENDS = 0, 1, 2
+PACKET_HAS_MARKS = 3  # 0: no row has a mark, and the words of marks are stale
+_HEADER = 8
+
+
+class PacketLayout(NamedTuple):
     """Where a plan's numbers lie in its packet: one row of an int32 ring that the host writes."""
 
     max_rows: int
     max_appends: int
+    # One number for each row.
+    slot: int
+    planned: int  # entries that the plan gives the row
+    samples: int  # 1: the row samples
+    row_start: int
+    draft_start: int  # row starts of a draft model's own first pass
+    # One number for each page append.
+    append_slot: int
+    append_index: int
+    append_page: int
+    # `num_marks` numbers for each row; -1: no mark.
+    num_marks: int
+    mark_len: int
+    mark_entry: int
+    num_words: int
 
-    STEP, NUM_ROWS, NUM_APPENDS = 0, 1, 2  # the header
-    HEADER = 8
-
-    @property
-    def slot(self) -> int:
-        return self.HEADER
-
-    @property
-    def planned(self) -> int:  # entries that the plan gives each row
-        return self.slot + self.max_rows
-
-    @property
-    def samples(self) -> int:  # 1: the row samples
-        return self.planned + self.max_rows
-
-    @property
-    def row_start(self) -> int:
-        return self.samples + self.max_rows
-
-    @property
-    def draft_start(self) -> int:  # row starts of a draft model's own first pass
-        return self.row_start + self.max_rows
-
-    @property
-    def append_slot(self) -> int:
-        return self.draft_start + self.max_rows
-
-    @property
-    def append_index(self) -> int:
-        return self.append_slot + self.max_appends
-
-    @property
-    def append_page(self) -> int:
-        return self.append_index + self.max_appends
-
-    @property
-    def num_words(self) -> int:
-        return self.append_page + self.max_appends
+    @classmethod
+    def of(cls, max_rows: int, max_appends: int, num_marks: int = 0) -> PacketLayout:
+        of_rows = [_HEADER + i * max_rows for i in range(6)]
+        of_appends = [of_rows[-1] + i * max_appends for i in range(4)]
+        of_marks = [of_appends[-1] + i * max_rows * num_marks for i in range(3)]
+        places = (*of_rows[:-1], *of_appends[:-1], num_marks, *of_marks)
+        return cls(max_rows, max_appends, *places)
 
 
-class Ring(NamedTuple):
+class RingFields(NamedTuple):
     """What crosses the bus each step. Entry `turn_1 % E` is the running step's.
 
-    On CUDA `packet_EP`, `result_EBR`, `stamp_E` and `time_E2` are pinned host memory that kernels
-    reach directly; `turn_1` and `ticket_1` are device memory.
+    On CUDA `turn_1` and `ticket_1` are device memory; the others are pinned host memory that
+    kernels reach directly.
     """
 
     packet_EP: Tensor  # int32, see PacketLayout
@@ -165,7 +205,22 @@ class Ring(NamedTuple):
     stamp_E: Tensor  # int32: number of the step whose results the entry holds
     time_E2: Tensor  # int64: device nanoseconds at the beginning and the end of the step
     turn_1: Tensor  # int32: steps begun on the device; end_step adds one
-    ticket_1: Tensor  # int32: rows whose results are written; 0 between steps
+    ticket_1: Tensor  # int32: rows that a kernel has written to the ring; 0 between kernels
+    draft_EBK: Tensor  # int32: drafts for the next step; only steps with late masks bring them
+    draft_stamp_E: Tensor  # int32: number of the step whose drafts the entry holds
+    late_time_E2: Tensor  # int64: device nanoseconds at the end of A and the beginning of B
+
+
+class Ring(RingFields):
+    """The same tensors, and their memory as arrays."""
+
+    _fields = RingFields._fields  # Triton looks for the names in the class itself
+
+    @cached_property
+    def arrays(self) -> SimpleNamespace:
+        """By the same names. For CPU tensors."""
+        named = zip(self._fields, self, strict=True)
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in named})
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -27,11 +27,13 @@ from torch import Tensor
 from paceline.kernels.admit import reference as _admit
 from paceline.kernels.attention import reference as _attention
 from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.delta_rule import reference as _delta_rule
 from paceline.kernels.draft_rows import reference as _draft_rows
 from paceline.kernels.elementwise import reference as _elementwise
 from paceline.kernels.elementwise.reference import HeadNorms
 from paceline.kernels.experts import reference as _experts
 from paceline.kernels.finish import reference as _finish
+from paceline.kernels.host_drafts import reference as _host_drafts
 from paceline.kernels.linear import reference as _linear
 from paceline.kernels.logprobs import reference as _logprobs
 from paceline.kernels.mla import reference as _mla
@@ -94,11 +96,14 @@ class Operation(Generic[P, R]):
 rms_norm = Operation(_elementwise.rms_norm, "numba", "triton")
 add_rms_norm = Operation(_elementwise.add_rms_norm, "numba", "triton")
 silu_and_mul = Operation(_elementwise.silu_and_mul, "numba", "triton")
+sigmoid_mul = Operation(_elementwise.sigmoid_mul, "numba", "triton")
 place_heads = Operation(_elementwise.place_heads, "numba", "triton")
 # Prompts on Hopper: attention/hopper, which triton/attend takes.
 paged_attention = Operation(_attention.paged_attention, "numba", "triton.attend")
 place_latent = Operation(_mla.place_latent, "triton.attend")
 mla_attention = Operation(_mla.mla_attention, "triton.attend")
+delta_rule = Operation(_delta_rule.delta_rule, "numba", "triton.apply")
+gated_norm = Operation(_delta_rule.gated_norm, "numba", "triton.norm")
 route = Operation(_experts.route, "triton.routing")
 apply_experts = Operation(_experts.apply_experts, "triton.products")
 
@@ -114,12 +119,12 @@ norm_linear_heads = Operation(_linear.norm_linear_heads, "triton.products")
 linear_add = Operation(_linear.linear_add, "triton.products")
 
 # -- from logits to tokens -------------------------------------------------------------------------
-# Their references run on CPU tensors: they look at values, and exit early.
+# Their references run on CPU tensors, where they may look at values.
 
 uniform = Operation(_rng.uniform, "numpy")
 greedy = Operation(_sampling.greedy, "triton.draw")
-draw = Operation(_sampling.draw, "triton.draw")
-draft = Operation(_sampling.draft, "triton.draft")
+draw = Operation(_sampling.draw, "numpy", "triton.draw")
+draft = Operation(_sampling.draft, "numpy", "triton.draft")
 judge = Operation(_verify.judge, "triton")
 accept_by_rate = Operation(_verify.accept_by_rate, "triton")
 keep_allowed = Operation(_processors.keep_allowed, "triton")
@@ -133,11 +138,16 @@ write_logprobs = Operation(_logprobs.write_logprobs, "triton")
 # -- around a step ---------------------------------------------------------------------------------
 
 admit = Operation(_admit.admit, "triton")
+take_host_drafts = Operation(_host_drafts.take_host_drafts, "triton")
 step_inputs = Operation(_step_inputs.step_inputs, "triton")
+read_marks = Operation(_step_inputs.read_marks, "triton")
 finish_step = Operation(_finish.finish_step, "triton")
+publish_drafts = Operation(_finish.publish_drafts, "triton")
+note_late = Operation(_finish.note_late, "triton")
 end_step = Operation(_finish.end_step, "triton")
 shifted_tokens = Operation(_draft_rows.shifted_tokens, "triton")
 own_rows = Operation(_draft_rows.own_rows, "triton")
+block_rows = Operation(_draft_rows.block_rows, "triton")
 next_rows = Operation(_draft_rows.next_rows, "triton")
 store_drafts = Operation(_draft_rows.store_drafts, "triton")
 ngram_propose = Operation(_ngram.ngram_propose, "numpy", "triton")
@@ -161,6 +171,14 @@ class Kernels(NamedTuple):
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
     # What all layers' attention shares, before the first of them; None: nothing.
     prepare_attention: Callable[[AttentionBatch, int, int], None] | None = None
+
+    def giving(self, dtype: torch.dtype) -> Kernels:
+        """The same, with norms whose results have this type, whatever type the weights have."""
+        norm: Any = self.rms_norm
+        add_norm: Any = self.add_rms_norm
+        return self._replace(
+            rms_norm=partial(norm, dtype=dtype), add_rms_norm=partial(add_norm, dtype=dtype)
+        )
 
 
 REFERENCE = Kernels(

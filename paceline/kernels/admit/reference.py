@@ -1,7 +1,7 @@
 """Admission: requests take their slots, all of a step's in one record and one launch.
 
 Owns the record's layout, its packing on the host and the torch reference of its unpacking; never
-decides who is admitted.
+decides which requests are admitted.
 
 Shape letters: W words of a record, F fields of a slot, E ids of a slot, S slots, L longest
 sequence, K drafts, P pages of a slot, A admissions, M most of a list.

@@ -210,21 +210,24 @@ def _attend_span(
     values: int,
     pages: tuple[int, int, int],
     begin: int,
-    rows: tuple[int, int, int, int],
+    rows: tuple[int, int, int, int, int],
 ) -> None:
     """Up to MOST_ROWS rows of the tile over the span whose keys are in scratch.
 
-    `rows`: first row, how many, heads of the group, position of the tile's first query.
+    `rows`: first row, how many, heads of the group, position of the tile's first query, and what
+    every query sees: 0 if that ends with its own position.
     """
-    first_row, count, group_size, first_position = rows
+    first_row, count, group_size, first_position, length = rows
     size = pages[2]
     padded = -(-size // 32) * 32
     # Positions ascend with rows: the last row sees the most.
-    width = min(_SPAN, first_position + (first_row + count - 1) // group_size + 1 - begin)
+    last = first_position + (first_row + count - 1) // group_size + 1
+    width = min(_SPAN, max(last, length) - begin)
     _scores(product, scratch, size, first_row, count, width)
     for i in range(count):
         scores, state = scratch + _SCORES + 4 * i * _SPAN, scratch + _SPAN_STATE + 8 * i
-        seen = min(_SPAN, first_position + (first_row + i) // group_size + 1 - begin)
+        end = max(first_position + (first_row + i) // group_size + 1, length)
+        seen = min(_SPAN, end - begin)
         peak = _peak(scores, seen)
         store_f32(state, peak)
         store_f32(state + 4, _soften(scores, seen, width, peak))
@@ -286,16 +289,17 @@ def _attend_tile(
     first_position: int,
     num_queries: int,
     group_size: int,
+    length: int,
 ) -> None:
     num_rows = num_queries * group_size
-    end = first_position + num_queries
+    end = max(first_position + num_queries, length)
     for begin in range(0, end, _SPAN):
         _transpose_keys(scratch, kv[0], pages, begin, min(begin + _SPAN, end))
         # Rows before this one end before the span begins.
-        row = max(0, begin - first_position) * group_size
+        row = 0 if length else max(0, begin - first_position) * group_size
         while row < num_rows:
             count = min(MOST_ROWS, num_rows - row)
-            rows = (row, count, group_size, first_position)
+            rows = (row, count, group_size, first_position, length)
             _attend_span(product, scratch, kv[1], pages, begin, rows)
             row += count
 
@@ -336,7 +340,9 @@ def _attend(arguments: int, tile: int, scratch: int) -> None:
     part, head = num_tiles // num_kv - 1 - tile // num_kv, tile % num_kv
     first = part * most_queries
     num_queries = min(most_queries, row_queries - first)
-    position = load_i64(length + 8 * row) - row_queries + first
+    row_length = load_i64(length + 8 * row)
+    position = row_length - row_queries + first
+    all_seen = 0 if load_i64(arguments + 136) else row_length
     at = 4 * head * group_size * size
     out_bytes = 4 * num_kv * group_size * size
     source = query + (start + first) * query_bytes + at
@@ -344,7 +350,7 @@ def _attend(arguments: int, tile: int, scratch: int) -> None:
     pages = (table + load_i64(slots + 8 * row) * table_bytes, page_size, size)
     kv = (keys + head * head_bytes, values + head * head_bytes)
     product = load_i64(arguments + 128)
-    _attend_tile(product, scratch, kv, pages, position, num_queries, group_size)
+    _attend_tile(product, scratch, kv, pages, position, num_queries, group_size, all_seen)
     target = out + (start + first) * out_bytes + at
     _give_results(scratch, target, (out_bytes, size), num_queries, group_size)
 
@@ -360,14 +366,14 @@ def launch_attention(
     pages: tuple[int, int, int, int],
     rows: tuple[int, int, int, int],
     table: tuple[int, int],
-    heads: tuple[int, int, int],
+    heads: tuple[int, int, int, int],
     scale: float,
 ) -> None:
     body, product = bodies
     at, token_bytes, out = query
     keys, values, head_bytes, page_size = pages
     row_start, length, slots, num_rows = rows
-    group_size, num_kv, size = heads
+    group_size, num_kv, size, is_causal = heads
     most_queries = _TILE_ROWS // group_size
     num_tiles = 0
     for row in range(num_rows):
@@ -392,6 +398,7 @@ def launch_attention(
             size,
             float_bits(scale),
             product,
+            is_causal,
         )
     )
     run_tiles(team, body, arguments, num_tiles)
@@ -400,7 +407,7 @@ def launch_attention(
 def paged_attention(
     qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every row, causal inside the row; returns [T, N * H]."""
+    """See kernels/attention/reference. Batches with a window run there."""
     if batch.window is not None:
         return attention.paged_attention(qkv_TD, key_NSH, value_NSH, batch, scale)
     num_kv, _, size = key_NSH.shape
@@ -414,7 +421,7 @@ def paged_attention(
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0), batch.page_size),
         (rows, batch.length_B.data_ptr(), batch.slot_B.data_ptr(), batch.slot_B.shape[0]),
         (table_SP.data_ptr(), 4 * table_SP.stride(0)),
-        (batch.group_size, num_kv, size),
+        (batch.group_size, num_kv, size, int(batch.is_causal)),
         scale,
     )
     return out_TD

@@ -25,7 +25,7 @@ class AttentionWork(NamedTuple):
     tile_E8: Tensor  # int32: query tiles of rows with many
     count_2: Tensor  # int32: how many there are of each
     merge_T4: Tensor  # int32: which partial results make up an entry
-    num_partials: int  # so many of span_E8 at most have a partial result
+    num_partials: int  # upper bound on the spans of span_E8 with a partial result
 
 
 @dataclass(slots=True)
@@ -42,6 +42,8 @@ class AttentionBatch:
     query_len_B: Tensor | None = None
     max_query_len: int = 0  # no row of this shape has more queries
     window: int | None = None  # positions that a query sees, its own included; None: all
+    has_row_window: bool = False  # the window of a row's first query is that of all its queries
+    is_causal: bool = True  # False: a query also sees the positions of its row after its own
     work: AttentionWork | None = None  # made before the pass's first layer, on a GPU
     _rows: list[_Row] = field(default_factory=list)
 
@@ -83,15 +85,15 @@ class _Row:
             num_pages <= 2 or bool((pages[1:] - pages[:-1] == 1).all())
         )
         is_folded = num_queries <= _FOLD_LIMIT
-        is_causal = not is_folded and num_queries == length - begin
+        is_causal = batch.is_causal and not is_folded and num_queries == length - begin
         is_causal = is_causal and (window is None or length <= window)
         mask = None
-        if num_queries > 1 and not is_causal:
+        if num_queries > 1 and not is_causal and (batch.is_causal or window is not None):
             position = torch.arange(length - num_queries, length).unsqueeze(1)
             key = torch.arange(begin, length)
-            mask = key <= position
+            mask = (key <= position) | (not batch.is_causal)
             if window is not None:
-                mask &= key > position - window
+                mask &= key > (position[:1] if batch.has_row_window else position) - window
             mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).to(pages.device)
             if is_folded:
                 mask = mask.repeat_interleave(batch.group_size, dim=0)
@@ -111,8 +113,8 @@ class _Row:
 def paged_attention(
     qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every row, causal inside the row, over no more than the batch's
-    window; returns [T, N * H].
+    """softmax(q k^T * scale) v for every row, causal inside the row unless the batch says
+    otherwise, over no more than its window; returns [T, N * H].
 
     The N query heads lead each token's row of `qkv`; its keys and values are in the pages already.
     """

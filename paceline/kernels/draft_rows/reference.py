@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.step_inputs.reference import entries_of, packet_of, page_slots
-from paceline.kernels.step_rows import BatchRows, PacketLayout, PaddedRows, Ring, SlotTensors
+from paceline.kernels.step_rows import (
+    PACKET_ROWS,
+    BatchRows,
+    BlockLayout,
+    PacketLayout,
+    PaddedRows,
+    Ring,
+    SlotTensors,
+)
 
 
 def shifted_tokens(padded: PaddedRows, state: SlotTensors, token_T: Tensor) -> None:
     """For a head that reads the target's batch: the token after each of its positions.
 
-    0 where it is not known: past what is now committed, and at entries that nobody owns.
+    0 where it is not known: past what is now committed, and at unused entries.
     """
     slot_T = padded.batch.slot_B[padded.row_T.clamp(min=0).long()].long()
     next_T = padded.batch.position_T.long() + 1
@@ -53,7 +61,7 @@ def own_rows(
     query_len_B = (stop_B - start_B).where(is_live_B, 0)
     row_B = torch.arange(num_rows, device=last_B.device)
     row_start_B = packet_P[layout.draft_start + row_B]
-    row_start_B = row_start_B.where(row_B < packet_P[layout.NUM_ROWS], num_entries)
+    row_start_B = row_start_B.where(row_B < packet_P[PACKET_ROWS], num_entries)
 
     batch.slot_B.copy_(slot_B)
     batch.row_start_B.copy_(row_start_B)
@@ -67,6 +75,56 @@ def own_rows(
     batch.page_slot_T.copy_(
         page_slots(state, entries.slot_T, entries.position_T, entries.is_owned_T, page_size)
     )
+
+
+def block_rows(
+    padded: PaddedRows,
+    state: SlotTensors,
+    layout: BlockLayout,
+    width: int,
+    batch: BatchRows,
+    page_size: int,
+) -> None:
+    """The pass of a block drafter: the target's entries and rows, then blocks of `width` entries.
+
+    Committed entries hold the token `layout.shift` further on. Entries of rejected drafts compute
+    nothing: the block has their positions. Rows that sampled and go on have a block, from
+    their newest token on; it ends at max_model_len.
+    """
+    target, num_rows, longest = padded.batch, len(padded.batch.slot_B), state.tokens_SL.shape[1]
+    slot_B = target.slot_B.long()
+    end_B = state.num_tokens_S[slot_B].long()
+    slot_T = slot_B[padded.row_T.clamp(min=0).long()]
+    position_T = target.position_T.long()
+    is_kept_T = (padded.row_T >= 0) & (position_T < state.num_tokens_S[slot_T] - 1)
+    token_T = state.tokens_SL[slot_T, (position_T + layout.shift).where(is_kept_T, 0)]
+
+    goes_on_B = _goes_on(padded, state)
+    step_W = torch.arange(width, device=slot_B.device)
+    first_B = (end_B - 1).where(goes_on_B, 0)
+    count_B = (longest - first_B).clamp(max=width).where(goes_on_B, 0)
+    is_owned_BW = step_W < count_B[:, None]
+    position_BW = (first_B[:, None] + step_W).where(is_owned_BW, 0)
+    is_anchor_BW = (step_W == 0) & layout.has_anchor
+    token_BW = torch.where(is_anchor_BW, state.tokens_SL[slot_B, first_B][:, None], layout.mask_id)
+    page_slot_BW = page_slots(
+        state, slot_B[:, None].expand(-1, width), position_BW, is_owned_BW, page_size
+    )
+
+    def join(of_target: Tensor, of_blocks: Tensor, out: Tensor) -> None:
+        out.copy_(torch.cat((of_target, of_blocks.flatten().to(of_target.dtype))))
+
+    join(token_T.where(is_kept_T, 0), token_BW.where(is_owned_BW, 0), batch.token_T)
+    join(target.position_T, position_BW, batch.position_T)
+    join(target.page_slot_T.where(is_kept_T, -1), page_slot_BW, batch.page_slot_T)
+    join(target.slot_B, slot_B, batch.slot_B)
+    row_B = torch.arange(num_rows, device=slot_B.device)
+    join(target.row_start_B, padded.shape.tokens + row_B * width, batch.row_start_B)
+    start_B = target.length_B - target.query_len_B
+    kept_B = torch.minimum(end_B - 1 - start_B, target.query_len_B).clamp(min=0)
+    join(kept_B, count_B, batch.query_len_B)
+    length_B = (start_B + kept_B).where(kept_B > 0, 0)
+    join(length_B, (first_B + count_B).where(count_B > 0, 0), batch.length_B)
 
 
 def next_rows(

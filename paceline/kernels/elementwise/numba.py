@@ -99,8 +99,10 @@ def launch_norm(
     run_tiles(team, body, arguments, -(-num_rows // _NORM_ROWS))
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis."""
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x / rms(x) * weight over the last axis. All in fp32."""
     out_TD = torch.empty_like(x_TD)
     num_rows, width = x_TD.shape
     where = (x_TD.data_ptr(), 0, weight_D.data_ptr(), out_TD.data_ptr())
@@ -108,7 +110,13 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return out_TD
 
 
-def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """residual += delta in place, then its norm."""
     out_TD = torch.empty_like(residual_TD)
     num_rows, width = residual_TD.shape
@@ -126,19 +134,19 @@ _GATE_ROWS = 16
 
 
 @jit
-def _gate_row(gate: int, up: int, out: int, width: int) -> None:
-    """x / (1 + e^-x) * up"""
+def gate_row(gate: int, x: int, out: int, width: int, is_sigmoid: bool) -> None:
+    """x times gate / (1 + e^-gate), or times 1 / (1 + e^-gate)."""
     one, minus = splat(1.0), splat(-1.0)
     whole = width // 16 * 16
     for i in range(0, whole, 16):
-        x = load(gate + 4 * i)
-        silu = div(x, add(one, exp(mul(x, minus))))
-        store(out + 4 * i, mul(silu, load(up + 4 * i)))
+        g = load(gate + 4 * i)
+        factor = div(one if is_sigmoid else g, add(one, exp(mul(g, minus))))
+        store(out + 4 * i, mul(factor, load(x + 4 * i)))
     for i in range(whole, width):
         # The same instructions on sixteen copies of the number.
-        x = splat(load_f32(gate + 4 * i))
-        silu = div(x, add(one, exp(mul(x, minus))))
-        store_f32(out + 4 * i, first_lane(mul(silu, splat(load_f32(up + 4 * i)))))
+        g = splat(load_f32(gate + 4 * i))
+        factor = div(one if is_sigmoid else g, add(one, exp(mul(g, minus))))
+        store_f32(out + 4 * i, first_lane(mul(factor, splat(load_f32(x + 4 * i)))))
 
 
 def _gate_rows(arguments: int, tile: int, scratch: int) -> None:
@@ -151,7 +159,7 @@ def _gate_rows(arguments: int, tile: int, scratch: int) -> None:
     first = tile * _GATE_ROWS
     for row in range(first, min(first + _GATE_ROWS, num_rows)):
         gate = gate_up + 8 * row * width
-        _gate_row(gate, gate + 4 * width, out + 4 * row * width, width)
+        gate_row(gate, gate + 4 * width, out + 4 * row * width, width, False)
 
 
 GATE_ROWS = c_function(_gate_rows, 3)
@@ -170,6 +178,38 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     out_TI = torch.empty(num_rows, width)
     launch_gate(team.address, GATE_ROWS, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width)
     return out_TI
+
+
+def _sigmoid_rows(arguments: int, tile: int, scratch: int) -> None:
+    x, x_stride, gate = load_i64(arguments), load_i64(arguments + 8), load_i64(arguments + 16)
+    gate_stride, out, num_rows, width = (
+        load_i64(arguments + 24),
+        load_i64(arguments + 32),
+        load_i64(arguments + 40),
+        load_i64(arguments + 48),
+    )
+    first = tile * _GATE_ROWS
+    for row in range(first, min(first + _GATE_ROWS, num_rows)):
+        at = out + 4 * row * width
+        gate_row(gate + row * gate_stride, x + row * x_stride, at, width, True)
+
+
+SIGMOID_ROWS = c_function(_sigmoid_rows, 3)
+
+
+@jit
+def _launch_sigmoid(
+    team: int, body: int, numbers: tuple[int, int, int, int, int, int, int]
+) -> None:
+    run_tiles(team, body, packed(numbers), -(-numbers[5] // _GATE_ROWS))
+
+
+def sigmoid_mul(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    """x * sigmoid(gate)."""
+    out_TD = torch.empty(x_TD.shape)
+    x, gate = ((t.data_ptr(), 4 * t.stride(0)) for t in (x_TD, gate_TD))
+    _launch_sigmoid(team.address, SIGMOID_ROWS, (*x, *gate, out_TD.data_ptr(), *x_TD.shape))
+    return out_TD
 
 
 _TOKENS_PER_TILE = 16
@@ -195,12 +235,12 @@ def _rotate_head(head: int, rotation: int, size: int, copy: int) -> None:
 
 
 @jit
-def _copy_head(head: int, size: int, target: int) -> None:
+def copy_row(x: int, size: int, target: int) -> None:
     whole = size // 16 * 16
     for i in range(0, whole, 16):
-        store(target + 4 * i, load(head + 4 * i))
+        store(target + 4 * i, load(x + 4 * i))
     for i in range(whole, size):
-        store_f32(target + 4 * i, load_f32(head + 4 * i))
+        store_f32(target + 4 * i, load_f32(x + 4 * i))
 
 
 @jit
@@ -219,10 +259,10 @@ def _place_tokens(arguments: int, tile: int, scratch: int) -> None:
     num_tokens, num_q = load_i64(arguments + 48), load_i64(arguments + 56)
     num_kv, size = load_i64(arguments + 64), load_i64(arguments + 72)
     q_norm, k_norm = load_i64(arguments + 80), load_i64(arguments + 88)
-    eps = load_f64(arguments + 96)
+    eps, row_bytes = load_f64(arguments + 96), load_i64(arguments + 104)
     first = tile * _TOKENS_PER_TILE
     for token in range(first, min(first + _TOKENS_PER_TILE, num_tokens)):
-        heads = qkv + 4 * token * (num_q + 2 * num_kv) * size
+        heads = qkv + token * row_bytes
         turn = rotation + 4 * token * size
         slot = load_i64(slots + 8 * token)
         for i in range(num_q):
@@ -235,7 +275,7 @@ def _place_tokens(arguments: int, tile: int, scratch: int) -> None:
             _norm_head(head, k_norm, size, eps)
             _rotate_head(head, turn, size, key + at if slot >= 0 else 0)
             if slot >= 0:
-                _copy_head(heads + 4 * (num_q + num_kv + i) * size, size, value + at)
+                copy_row(heads + 4 * (num_q + num_kv + i) * size, size, value + at)
 
 
 PLACE_TOKENS = c_function(_place_tokens, 3)
@@ -245,13 +285,13 @@ PLACE_TOKENS = c_function(_place_tokens, 3)
 def launch_place(
     team: int,
     body: int,
-    tokens: tuple[int, int, int, int],
+    tokens: tuple[int, int, int, int, int],
     pages: tuple[int, int, int],
     norms: tuple[int, int],
     eps: float,
     heads: tuple[int, int, int],
 ) -> None:
-    qkv, rotation, slots, num_tokens = tokens
+    qkv, row_bytes, rotation, slots, num_tokens = tokens
     key, value, page_bytes = pages
     num_q, num_kv, size = heads
     q_norm, k_norm = norms
@@ -270,6 +310,7 @@ def launch_place(
             q_norm,
             k_norm,
             float_bits(eps),
+            row_bytes,
         )
     )
     run_tiles(team, body, arguments, -(-num_tokens // _TOKENS_PER_TILE))
@@ -285,12 +326,13 @@ def place_heads(
 ) -> None:
     """Norm and rotate queries and keys in place, write keys and values to their page slots."""
     num_tokens, width = qkv_TD.shape
+    row_bytes = 4 * qkv_TD.stride(0)
     num_kv, _, size = key_NSH.shape
     at = (0, 0) if norms is None else (norms.query_H.data_ptr(), norms.key_H.data_ptr())
     launch_place(
         team.address,
         PLACE_TOKENS,
-        (qkv_TD.data_ptr(), rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
+        (qkv_TD.data_ptr(), row_bytes, rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
         (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0)),
         at,
         0.0 if norms is None else norms.eps,

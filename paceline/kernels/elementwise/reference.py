@@ -13,21 +13,38 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, in fp32; the result has the weight's type."""
-    return torch.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps).to(weight_D.dtype)
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x / rms(x) * weight over the last axis, in fp32.
+
+    `dtype` is the result's; None: the weight's.
+    """
+    normed_TD = torch.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
+    return normed_TD.to(dtype or weight_D.dtype)
 
 
-def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """residual += delta in place, then its norm: the pair that opens every block."""
     residual_TD.add_(delta_TD)
-    return rms_norm(residual_TD, weight_D, eps)
+    return rms_norm(residual_TD, weight_D, eps, dtype)
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(first half) * second half of the fused gate-up projection; overwrites its input."""
     gate, up = gate_up_TI.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+def sigmoid_mul(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    """x * sigmoid(gate), in fp32; the result has the type of x. The gate's rows may have gaps."""
+    return (x_TD.float() * torch.sigmoid(gate_TD.float())).to(x_TD.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +66,16 @@ def place_heads(
 ) -> None:
     """Norm and rotate queries and keys in place, write keys and values to their page slots.
 
-    A token's row of `qkv` holds its query heads, its key heads, its value heads.
+    A token's row of `qkv` holds its query heads, its key heads, its value heads. Rows may
+    have gaps.
     """
     num_kv, _, head_size = key_NSH.shape
     qkv_TNH = qkv_TD.unflatten(1, (-1, head_size))
     num_q = qkv_TNH.shape[1] - 2 * num_kv
     query_TNH, key_TNH, value_TNH = qkv_TNH.split((num_q, num_kv, num_kv), dim=1)
     if norms is not None:
-        query_TNH.copy_(torch.rms_norm(query_TNH, (head_size,), norms.query_H, norms.eps))
-        key_TNH.copy_(torch.rms_norm(key_TNH, (head_size,), norms.key_H, norms.eps))
+        for x_TNH, weight_H in ((query_TNH, norms.query_H), (key_TNH, norms.key_H)):
+            x_TNH.copy_(torch.rms_norm(x_TNH.float(), (head_size,), weight_H.float(), norms.eps))
     rotate_(qkv_TNH[:, : num_q + num_kv], rotation_TH)
     write_kv(key_NSH, value_NSH, key_TNH, value_TNH, slot_T)
 

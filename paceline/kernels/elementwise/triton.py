@@ -15,15 +15,23 @@ _GATES = 1024  # outputs of a program
 _HEAD_NUMBERS = 1024
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    out_TD = torch.empty(x_TD.shape, dtype=dtype or weight_D.dtype, device=x_TD.device)
     _launch(x_TD, x_TD, weight_D, out_TD, eps, has_delta=False)
     return out_TD
 
 
-def add_rms_norm(residual_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The residual may be wider than the weight, whose type the result has, and keeps its own."""
-    out_TD = torch.empty(delta_TD.shape, dtype=weight_D.dtype, device=delta_TD.device)
+def add_rms_norm(
+    residual_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The residual may be wider than the result, and keeps its own type."""
+    out_TD = torch.empty(delta_TD.shape, dtype=dtype or weight_D.dtype, device=delta_TD.device)
     _launch(residual_TD, delta_TD, weight_D, out_TD, eps, has_delta=True)
     return out_TD
 
@@ -108,6 +116,40 @@ def _silu_and_mul_kernel(
     up = tl.load(gate_at + WIDTH, mask=inside, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_TI + row * WIDTH + column, out.to(out_TI.dtype.element_ty), mask=inside)
+
+
+def sigmoid_mul(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    rows, width = x_TD.shape
+    out_TD = x_TD.new_empty(rows, width)
+    _sigmoid_mul_kernel[(rows, triton.cdiv(width, _GATES))](
+        *(x_TD, gate_TD, out_TD, x_TD.stride(0), gate_TD.stride(0)),
+        WIDTH=width,
+        BLOCK=_GATES,
+        num_warps=4,
+        **dependent(),
+    )
+    return out_TD
+
+
+@triton.jit
+def _sigmoid_mul_kernel(
+    x_TD,
+    gate_TD,
+    out_TD,
+    x_stride,
+    gate_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    wait_for_input(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_TD + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_TD + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    out = x / (1.0 + tl.exp(-gate))
+    tl.store(out_TD + row * WIDTH + column, out.to(out_TD.dtype.element_ty), mask=inside)
 
 
 def place_heads(

@@ -28,18 +28,22 @@ class Routing(NamedTuple):
     scaling: float = 1.0
     num_groups: int = 1  # groups with the best pairs of experts are kept before the choice
     num_chosen_groups: int = 1
-    num_shared: int = 0  # experts behind the last one, which every row takes with weight 1
+    num_shared: int = 0  # experts behind the last one, which every row takes with weight 1,
+    has_shared_gate: bool = False  # or with the sigmoid of the logits' last column
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     """Experts int32 [T, k] by falling score, ties by rising id, and their fp32 weights [T, k].
 
-    Shared experts come last in both. Logits have no column for them.
+    Shared experts come last in both. Logits have no column for them but that of their gate.
 
     The bias, if any, takes part in the choice and not in the weights. A row with a NaN gets valid
     experts and weights that are NaN.
     """
     logits_TE = logits_TE.float()
+    gate_T1 = torch.ones_like(logits_TE[:, :1])
+    if how.has_shared_gate:
+        logits_TE, gate_T1 = logits_TE[:, :-1], torch.sigmoid(logits_TE[:, -1:])
     if how.is_sigmoid:
         score_TE = choice_TE = torch.sigmoid(logits_TE)
     else:
@@ -61,7 +65,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tenso
         shared_K = torch.arange(first, first + how.num_shared, device=logits_TE.device)
         shared_TK = shared_K.int().expand(num_rows, -1)
         chosen_TK = torch.cat((chosen_TK, shared_TK), dim=1)
-        weight_TK = torch.cat((weight_TK, torch.ones_like(shared_TK, dtype=torch.float32)), dim=1)
+        weight_TK = torch.cat((weight_TK, gate_T1.expand(-1, how.num_shared)), dim=1)
     return chosen_TK, weight_TK
 
 
@@ -76,7 +80,7 @@ def _in_best_groups(choice_TE: Tensor, how: Routing) -> Tensor:
 
 
 def _best(score_TE: Tensor, count: int) -> Tensor:
-    """topk leaves open who wins a tie; a stable sort does not."""
+    """topk leaves ties open; a stable sort decides them."""
     return score_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -97,7 +101,7 @@ def apply_experts(
 ) -> Tensor:
     """What the chosen experts make of each row, weighed and summed up in fp32, plus `shared_TD`.
 
-    Expert -1 is nobody: it adds nothing, whatever its weight. Returns [T, D] in `out_dtype` (None:
+    Expert -1 means none: it adds nothing, whatever its weight. Returns [T, D] in `out_dtype` (None:
     the type of the experts' weights). Rows depend on nothing but themselves.
     """
     gate_up_EIH, down_EHI = experts

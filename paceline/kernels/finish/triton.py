@@ -5,11 +5,10 @@ Results go straight to the host's memory. Never waits for another program.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.step_rows import RESULT_TOKENS, PacketLayout, Ring, SlotTensors, StepRows
+from paceline.kernels.step_rows import PACKET_STEP, RESULT_TOKENS, Ring, SlotTensors, StepRows
 from paceline.kernels.verify import reference as verify
 from paceline.kernels.verify.reference import Verdicts
 
@@ -17,33 +16,54 @@ _EOS = tl.constexpr(verify.DONE_EOS)
 _STOP_TOKEN = tl.constexpr(verify.DONE_STOP_TOKEN)
 _LENGTH = tl.constexpr(verify.DONE_LENGTH)
 _ERROR = tl.constexpr(verify.DONE_ERROR)
-_STEP = tl.constexpr(PacketLayout.STEP)
+_STEP = tl.constexpr(PACKET_STEP)
 _LEAD = tl.constexpr(RESULT_TOKENS)
 _NO_TOKEN = tl.constexpr(-2)  # equal to no id, nor to the -1 of an unused table entry
 
 
 def finish_step(verdicts: Verdicts, rows: StepRows, state: SlotTensors, ring: Ring) -> None:
-    windows, bad_N = rows.windows, verdicts.bad_N
-    # Without verdicts any pointer will do: it is not read.
-    ok_N = bad_N if verdicts.ok_N is None else verdicts.ok_N
-    num_eos, num_stop = state.eos_ids_SE.shape[1], state.stop_ids_SE.shape[1]
-    _finish_kernel[(len(windows.slot_B),)](
-        *(verdicts.token_N, bad_N.view(torch.int8), ok_N.view(torch.int8)),
-        *(windows.slot_B, windows.first_B, windows.width_B, windows.length_B, windows.draft_BK),
-        *(rows.start_B, rows.row_start_B, rows.query_len_B, rows.count_B, rows.last_B),
-        *(state.tokens_SL, state.num_tokens_S, state.num_computed_S, state.done_S),
-        *(state.max_len_S, state.min_len_S, state.eos_ids_SE, state.stop_ids_SE),
-        *(ring.packet_EP, ring.result_EBR, ring.stamp_E, ring.turn_1, ring.ticket_1),
-        *(windows.width - 1, state.tokens_SL.shape[1], num_eos, num_stop),
-        *(len(ring.stamp_E), ring.packet_EP.stride(0)),
-        *(ring.result_EBR.stride(0), ring.result_EBR.stride(1), state.tokens_SL.stride(0)),
-        *(state.eos_ids_SE.stride(0), state.stop_ids_SE.stride(0)),
-        BY_VERDICT=verdicts.ok_N is not None,
-        WORDS=triton.next_power_of_2(RESULT_TOKENS + state.drafts_SK.shape[1] + 1),
-        EOS_IDS=triton.next_power_of_2(num_eos),
-        STOP_IDS=triton.next_power_of_2(num_stop),
+    sizes = state.sizes
+    _finish_kernel[(len(rows.start_B),)](
+        *(verdicts, rows, state, sizes, ring),
+        *(rows.windows.width - 1, len(ring.stamp_E), ring.packet_EP.stride(0)),
+        *ring.result_EBR.stride()[:2],
+        WORDS=triton.next_power_of_2(RESULT_TOKENS + sizes.num_drafts + 1),
+        EOS_IDS=triton.next_power_of_2(sizes.num_eos),
+        STOP_IDS=triton.next_power_of_2(sizes.num_stop),
         num_warps=1,
     )
+
+
+def publish_drafts(ring: Ring, rows: StepRows, state: SlotTensors) -> None:
+    _drafts_kernel[(len(rows.start_B),)](
+        *(ring, rows.windows, state, state.sizes, len(ring.stamp_E), ring.packet_EP.stride(0)),
+        *ring.draft_EBK.stride()[:2],
+        DRAFTS=triton.next_power_of_2(state.sizes.num_drafts),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["ring_size", "packet_stride"])
+def _drafts_kernel(  # noqa: PLR0913
+    ring,
+    windows,
+    state,
+    sizes,
+    ring_size,
+    packet_stride,
+    entry_stride,
+    row_stride,
+    DRAFTS: tl.constexpr,
+):
+    row, step = tl.program_id(0), tl.arange(0, DRAFTS)
+    ring_entry = tl.load(ring.turn_1) % ring_size
+    step_number = tl.load(ring.packet_EP + ring_entry * packet_stride + _STEP)
+    slot = tl.load(windows.slot_B + row).to(tl.int64)
+    is_draft = step < sizes.num_drafts
+    draft = tl.load(state.drafts_SK + slot * sizes.drafts_stride + step, mask=is_draft, other=-1)
+    draft_at = ring.draft_EBK + ring_entry * entry_stride + row * row_stride + step
+    tl.store(draft_at, draft, mask=is_draft)
+    _publish(ring.ticket_1, ring.draft_stamp_E + ring_entry, step_number)
 
 
 def end_step(ring: Ring) -> None:
@@ -62,6 +82,21 @@ def _end_kernel(time_E2, turn_1, ring_size, HAS_CLOCK: tl.constexpr):
     tl.store(turn_1, turn + 1)
 
 
+def note_late(ring: Ring, place: int) -> None:
+    _late_kernel[(1,)](
+        *(ring.late_time_E2, ring.turn_1, len(ring.stamp_E), place),
+        HAS_CLOCK=ring.turn_1.is_cuda,
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["ring_size", "place"])
+def _late_kernel(time_E2, turn_1, ring_size, place, HAS_CLOCK: tl.constexpr):
+    if HAS_CLOCK:
+        entry = tl.load(turn_1) % ring_size
+        tl.store(time_E2 + entry * 2 + place, tl.extra.cuda.globaltimer())
+
+
 @triton.jit
 def _is_among(token, ids, num_ids, IDS: tl.constexpr):
     """For each of the tokens: is it one of the ids?"""
@@ -72,24 +107,15 @@ def _is_among(token, ids, num_ids, IDS: tl.constexpr):
 
 
 @triton.jit
-def _stop_codes(  # noqa: PLR0913
-    token,
-    place,
-    min_len,
-    max_len,
-    eos_ids,
-    num_eos,
-    EOS_IDS: tl.constexpr,
-    stop_ids,
-    num_stop,
-    STOP_IDS: tl.constexpr,
-):
+def _stop_codes(token, place, slot, state, sizes, EOS_IDS: tl.constexpr, STOP_IDS: tl.constexpr):
     """How a request would end with each of these tokens at these places; 0: it would not."""
-    may_stop = place >= min_len
-    code = tl.where(place + 1 >= max_len, _LENGTH, 0)
-    is_stop = _is_among(token, stop_ids, num_stop, STOP_IDS)
+    may_stop = place >= tl.load(state.min_len_S + slot)
+    code = tl.where(place + 1 >= tl.load(state.max_len_S + slot), _LENGTH, 0)
+    stop_ids = state.stop_ids_SE + slot * sizes.stop_stride
+    is_stop = _is_among(token, stop_ids, sizes.num_stop, STOP_IDS)
     code = tl.where(is_stop & may_stop, _STOP_TOKEN, code)
-    is_eos = _is_among(token, eos_ids, num_eos, EOS_IDS)
+    eos_ids = state.eos_ids_SE + slot * sizes.eos_stride
+    is_eos = _is_among(token, eos_ids, sizes.num_eos, EOS_IDS)
     return tl.where(is_eos & may_stop, _EOS, code)
 
 
@@ -112,80 +138,49 @@ def _publish(ticket_1, stamp, step_number):
 
 @triton.jit(do_not_specialize=["num_shape_drafts", "ring_size", "packet_stride"])
 def _finish_kernel(  # noqa: PLR0913
-    token_N,
-    bad_N,
-    ok_N,
-    slot_B,
-    first_B,
-    width_B,
-    num_tokens_B,
-    draft_BK,
-    start_B,
-    row_start_B,
-    query_len_B,
-    count_B,
-    last_B,
-    tokens_SL,
-    num_tokens_S,
-    num_computed_S,
-    done_S,
-    max_len_S,
-    min_len_S,
-    eos_ids_SE,
-    stop_ids_SE,
-    packet_EP,
-    result_EBR,
-    stamp_E,
-    turn_1,
-    ticket_1,
+    verdicts,
+    rows,
+    state,
+    sizes,
+    ring,
     num_shape_drafts,
-    max_model_len,
-    num_eos,
-    num_stop,
     ring_size,
     packet_stride,
     result_entry_stride,
     result_row_stride,
-    tokens_stride,
-    eos_stride,
-    stop_stride,
-    BY_VERDICT: tl.constexpr,
     WORDS: tl.constexpr,
     EOS_IDS: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    ring_entry = tl.load(turn_1) % ring_size
-    step_number = tl.load(packet_EP + ring_entry * packet_stride + _STEP)
-    slot = tl.load(slot_B + row).to(tl.int64)
-    width = tl.load(width_B + row)
-    length = tl.load(num_tokens_B + row)
-    shape_width = num_shape_drafts + 1
+    windows = rows.windows
+    ring_entry = tl.load(ring.turn_1) % ring_size
+    step_number = tl.load(ring.packet_EP + ring_entry * packet_stride + _STEP)
+    slot = tl.load(windows.slot_B + row).to(tl.int64)
+    width = tl.load(windows.width_B + row)
+    length = tl.load(windows.length_B + row)
     # Lanes are the words of a result row, so that it leaves in one store; tokens come last.
     word = tl.arange(0, WORDS)
     step = word - _LEAD
-    verdict_at = tl.load(first_B + row) + step
+    verdict_at = tl.load(windows.first_B + row) + step
     in_window = (step >= 0) & (step < width)
     has_draft = in_window & (step < width - 1)
-    token = tl.load(token_N + verdict_at, mask=in_window, other=-1).to(tl.int32)
-    is_bad = tl.load(bad_N + verdict_at, mask=in_window, other=0) != 0
-    draft = tl.load(draft_BK + row * num_shape_drafts + step, mask=has_draft, other=-1)
+    token = tl.load(verdicts.token_N + verdict_at, mask=in_window, other=-1).to(tl.int32)
+    is_bad = tl.load(verdicts.bad_N + verdict_at, mask=in_window, other=0) != 0
+    draft_at = windows.draft_BK + row * num_shape_drafts + step
+    draft = tl.load(draft_at, mask=has_draft, other=-1)
     is_real = draft >= 0
-    if BY_VERDICT:
-        goes_on = tl.load(ok_N + verdict_at, mask=in_window, other=0) != 0
-    else:
+    if verdicts.ok_N is None:
         goes_on = token == draft
+    else:
+        goes_on = tl.load(verdicts.ok_N + verdict_at, mask=in_window, other=0) != 0
     goes_on = goes_on & is_real & ~is_bad
     num_ok = tl.min(tl.where((step >= 0) & ~goes_on, step, WORDS))
     is_closing = step == num_ok
     closing = tl.sum(tl.where(is_closing, token, 0))
     token = tl.where(step < num_ok, draft, closing)
 
-    code = _stop_codes(
-        *(token, length + step, tl.load(min_len_S + slot), tl.load(max_len_S + slot)),
-        *(eos_ids_SE + slot * eos_stride, num_eos, EOS_IDS),
-        *(stop_ids_SE + slot * stop_stride, num_stop, STOP_IDS),
-    )
+    code = _stop_codes(token, length + step, slot, state, sizes, EOS_IDS, STOP_IDS)
     code = tl.where(is_closing & is_bad, _ERROR, code)
     first_stop = tl.min(tl.where((step >= 0) & (code != 0), step, WORDS))
     samples = width > 0
@@ -193,49 +188,33 @@ def _finish_kernel(  # noqa: PLR0913
     done = tl.sum(tl.where(samples & (step == count - 1), code, 0))
     num_drafts = tl.sum(is_real.to(tl.int32))
 
-    _advance(
-        *(row, samples, slot, length, count, done, start_B, row_start_B, query_len_B),
-        *(num_tokens_S, num_computed_S, done_S, count_B, last_B),
-    )
+    _advance(rows, state, row, slot, samples, length, count, done)
+    stored_at = state.drafts_SK + slot * sizes.drafts_stride + step
+    tl.store(stored_at, -1, mask=samples & (step >= 0) & (step < sizes.num_drafts))
     is_emitted = (step >= 0) & (step < count)
     place = length + step
-    token_at = tokens_SL + slot * tokens_stride + place
-    tl.store(token_at, token, mask=is_emitted & (place < max_model_len))
+    token_at = state.tokens_SL + slot * sizes.tokens_stride + place
+    tl.store(token_at, token, mask=is_emitted & (place < sizes.max_model_len))
     token = tl.where(is_emitted, token, -1)
     result = _result_words(word, count, done, num_drafts, tl.minimum(num_ok, count), token)
-    result_at = result_EBR + ring_entry * result_entry_stride + row * result_row_stride + word
-    tl.store(result_at, result, mask=step < shape_width)
-    _publish(ticket_1, stamp_E + ring_entry, step_number)
+    result_at = ring.result_EBR + ring_entry * result_entry_stride + row * result_row_stride
+    tl.store(result_at + word, result, mask=step <= num_shape_drafts)
+    _publish(ring.ticket_1, ring.stamp_E + ring_entry, step_number)
 
 
 @triton.jit
-def _advance(  # noqa: PLR0913
-    row,
-    samples,
-    slot,
-    length,
-    count,
-    done,
-    start_B,
-    row_start_B,
-    query_len_B,
-    num_tokens_S,
-    num_computed_S,
-    done_S,
-    count_B,
-    last_B,
-):
+def _advance(rows, state, row, slot, samples, length, count, done):
     """Move the slot's numbers by what its row emitted or computed."""
-    start = tl.load(start_B + row)
-    row_start = tl.load(row_start_B + row)
-    query_len = tl.load(query_len_B + row)
+    start = tl.load(rows.start_B + row)
+    row_start = tl.load(rows.row_start_B + row)
+    query_len = tl.load(rows.query_len_B + row)
     is_live = query_len > 0
     length += count
     # The newest token has no KV yet.
     computed = tl.where(samples, length - 1, start + query_len)
-    tl.store(num_tokens_S + slot, length, mask=samples)
-    tl.store(num_computed_S + slot, computed, mask=is_live)
-    tl.store(done_S + slot, done, mask=samples)
-    tl.store(count_B + row, count)
+    tl.store(state.num_tokens_S + slot, length, mask=samples)
+    tl.store(state.num_computed_S + slot, computed, mask=is_live)
+    tl.store(state.done_S + slot, done, mask=samples)
+    tl.store(rows.count_B + row, count)
     last = tl.where(samples, row_start + length - 2 - start, row_start + query_len - 1)
-    tl.store(last_B + row, tl.where(is_live, last, 0))
+    tl.store(rows.last_B + row, tl.where(is_live, last, 0))

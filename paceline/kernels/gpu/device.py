@@ -50,7 +50,7 @@ class _ZeroedMemory(TorchFunctionMode):
 
 @cache
 def open_compiler() -> Thread:
-    """Triton reads and hashes all of itself once, for its cache: begun early, nobody waits."""
+    """Triton reads and hashes its own files once, for its cache: start that early."""
 
     def read() -> None:
         from triton.runtime.cache import triton_key
@@ -83,7 +83,7 @@ def compiling_ahead() -> Iterator[None]:
     launch, load, alone = JITFunction.run, build._load_module_from_path, Lock()
 
     def own_module(name: str, path: str) -> Any:
-        # Launchers share a name: whoever loads one again gets the newest's module, overwritten.
+        # Launchers share a name: loading one again gives the newest's module, overwritten.
         with alone:
             return SimpleNamespace(**vars(load(name, path)))
 
@@ -100,7 +100,7 @@ def compiling_ahead() -> Iterator[None]:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Threads for the GPU of this one; a new thread is for the first GPU."""
+    """Threads on the current GPU: a new thread starts on the first one."""
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(NUM_COMPILERS)
     here = (torch.cuda.current_device(),)
@@ -108,7 +108,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _loaded(kernel: Any) -> Any:
-    """With its launcher, which is compiled from C, and its code on the GPU: else both would come
-    with the first launch, one kernel after the other."""
+    """Compile its launcher and load its code now; else the first launch would do both, one kernel
+    after the other."""
     kernel._init_handles()
     return kernel

@@ -30,7 +30,7 @@ def after_all() -> dict[str, Any]:
 
 @triton.jit
 def wait_for_input(IS_DEPENDENT: tl.constexpr):
-    """Until the kernel in front has written everything. The next one may be launched now."""
+    """Wait until the kernel in front has written everything; let the next one be launched."""
     if IS_DEPENDENT:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -38,7 +38,7 @@ def wait_for_input(IS_DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_to_l2(at, SIZE: tl.constexpr):
-    """Ask for SIZE bytes at each of the addresses. Multiples of 16, on a GPU only."""
+    """Prefetch SIZE bytes at each address. Both are multiples of 16; on a GPU only."""
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.kernels.gpu.device import is_hopper, num_multiprocessors
 from paceline.kernels.linear.reference import Product
 
-# A tile: so many rows, and gate and up of so many outputs. It takes nearly all shared memory.
+# Rows of a tile, and its outputs (gate and up). It takes nearly all shared memory.
 ROWS, OUTPUTS, INPUTS = 128, 128, 64
 # Row tiles that stay in the L2 while the weights pass by.
 GROUP = 16
@@ -99,7 +99,7 @@ def _gated_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _silu_and_mul(gate, up, dtype: tl.constexpr):
-    """Both are rounded first, as a product of its own would store them."""
+    """Both are rounded first, as a separate product would store them."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     if _IS_FAST:

@@ -2,7 +2,7 @@
 
 Owns how a norm travels between two products; `tiles` says which tile runs.
 
-A norm is linear but for one number per row, so it never needs a kernel of its own: the product that
+A norm is linear but for one number per row, so it never needs a separate kernel: the product that
 updates the residual also hands on `residual * norm weight` and sums of the residual's squares, and
 the next product multiplies what it adds up by 1 / rms. Letters: T rows, K inputs, N outputs, D the
 residual's width, P partial sums. A `tile` says how the GPU cuts its work; torch needs none.
@@ -32,7 +32,7 @@ class Product(NamedTuple):
 
 
 class NormedRows(NamedTuple):
-    """Rows behind an RMS norm, some of its arithmetic left to whoever reads them."""
+    """Rows behind an RMS norm, some of its arithmetic left to the kernel that reads them."""
 
     x_TD: Tensor  # residual * weight (* SHRINK), in the products' type; the norm if no squares
     squares_TP: Tensor | None  # fp32; their sum over P is the sum of the residual's squares

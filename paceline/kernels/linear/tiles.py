@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     splits: int = 1  # all but fma: programs that share the inputs of an output
     ahead: int = 0  # all but fma: inputs of a weight row pulled into the cache before the wait
     is_dependent: bool = True  # launched before the kernel in front has ended
-    is_apart: bool = False  # tma: a kernel of its own adds up the shares of `splits`
+    is_apart: bool = False  # tma: a separate kernel adds up the shares of `splits`
 
 
 def bucket_of(num_rows: int) -> int | None:
@@ -43,7 +43,7 @@ def pick_tile(
     end: str, num_outputs: int, num_inputs: int, num_rows: int, dtype: torch.dtype,
     device: torch.device,
 ) -> Tile | None:  # fmt: skip
-    """None: torch's product (cuBLAS) is as fast, with the neighbours as kernels of their own."""
+    """None: torch's product (cuBLAS) is as fast, with the neighbours as separate kernels."""
     bucket = bucket_of(num_rows)
     if bucket is None:
         return None
@@ -64,7 +64,7 @@ def pick_tile(
 
 
 def default_tile(num_outputs: int, num_inputs: int, bucket: int, dtype: torch.dtype) -> Tile:
-    """For shapes and GPUs that nobody measured."""
+    """For shapes and GPUs without a measurement."""
     width = 1 << max((num_inputs - 1).bit_length(), 4)
     if bucket == 1:
         return Tile("fma", 1, 8 if num_outputs > 4096 else 4, min(width, 1024))

@@ -34,7 +34,7 @@ def place_latent(
     """Rotate the queries' ends into the ends of `out`; norm, rotate and write a token's KV row.
 
     A head of `query` ends with its rotary part, as wide as that behind the latent in `kv`. All
-    of `out` but its rotary ends is somebody else's. Slot -1 writes nothing.
+    of `out` but its rotary ends is written elsewhere. Slot -1 writes nothing.
     """
     latent_size = len(norm.weight_L)
     rope_size = kv_TH.shape[1] - latent_size

@@ -1,4 +1,4 @@
-"""n-gram proposal on the CPU, in numpy: a search that ends where the first mismatch is."""
+"""n-gram proposal on the CPU, in numpy: the search ends at the first mismatch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def ngram_propose(
 
 @triton.jit
 def _copy(tokens, length, best, longest, draft_K, k, DRAFTS: tl.constexpr):
-    """Drafts from behind the match, round and round through its own period; -1 without one."""
+    """Drafts that follow the match, repeated with its period; -1 without a match."""
     source = (best % longest).to(tl.int32) + 1
     period = tl.maximum(length - source, 1)
     step = tl.arange(0, DRAFTS)
@@ -64,7 +64,7 @@ def _score(tokens, length, first, min_n, max_n, longest, BLOCK: tl.constexpr):
     goes_on = tl.load(tokens + end, mask=end < length - 1, other=-1) == last
     matches = goes_on.to(tl.int32)
     back = 1
-    # Where nobody is left, nobody loads: most blocks end at the first token.
+    # All candidates failed: skip the load. Most blocks end at the first token.
     while (back < max_n) & (tl.max(goes_on.to(tl.int32)) > 0):
         tail = tl.load(tokens + length - 1 - back, mask=back < length, other=-2)
         goes_on &= end >= back

@@ -39,7 +39,7 @@ _DIRECT_ROWS = 36
 _SLAB = 768
 _MOST_PANELS = 4
 _PANEL_BYTES = 4 * PANEL * _SLAB
-# Tiles of a product with few rows, per thread: so many that threads finish together.
+# Tiles of a product with few rows, per thread: enough that threads finish together.
 _TILES_PER_THREAD = 16
 
 

@@ -27,7 +27,7 @@ class Stops(NamedTuple):
 
 
 class LateBits(NamedTuple):
-    """Token masks that came with the step itself, for some of its rows."""
+    """Token masks of one step, for some of its rows."""
 
     index_B: Tensor  # int32: entry of bits_RWX that is this row's; -1: the row has none
     bits_RWX: Tensor  # int32

@@ -69,7 +69,8 @@ def unit_interval(word: Words) -> Singles:
     return unit
 
 
-def uniform(seed_N2: Tensor, position_N: Tensor, domain: int) -> Tensor:
-    key_N2 = stream_keys(seed_N2.numpy(), position_N.numpy(), domain)
+def uniform(seed_N2: Tensor, position_N: Tensor, domain: int | Tensor) -> Tensor:
+    domains = domain if isinstance(domain, int) else domain.numpy()
+    key_N2 = stream_keys(seed_N2.numpy(), position_N.numpy(), domains)
     words = hash_words(key_N2[:, :1], key_N2[:, 1:], token_words(1))
     return torch.from_numpy(unit_interval(words)[:, 0])

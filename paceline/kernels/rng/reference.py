@@ -18,6 +18,10 @@ SAMPLE = 0  # the target's own token
 DRAFT = 1  # a sampled draft
 ACCEPT = 2  # the coin of rejection sampling
 RESAMPLE = 3  # the replacement of a rejected draft
+# DRAFT and ACCEPT of draft j of a window are at the window's first position, in domain + j * this.
+# Block verification rejects by all drafts of a window, so a later window may not draw with their
+# noise again, although it has some of their positions.
+PER_DRAFT = 4
 
 MULTIPLY_1 = 0x21F0AAAD
 MULTIPLY_2 = 0xD35A2D97
@@ -71,7 +75,7 @@ def unit_interval(word: Tensor) -> Tensor:
     return (high + (word & 0xFFFF).to(torch.float32) + 0.5) * UNIT
 
 
-def uniform(seed_N2: Tensor, position_N: Tensor, domain: int) -> Tensor:
+def uniform(seed_N2: Tensor, position_N: Tensor, domain: int | Tensor) -> Tensor:
     """float32 [N] in (0, 1)."""
     zero = torch.zeros(1, dtype=torch.int32, device=seed_N2.device)
     return unit_interval(hash_words(stream_keys(seed_N2, position_N, domain), zero))[:, 0]
@@ -82,7 +86,7 @@ def exponential(
 ) -> Tensor:
     """float32 [N, M] with mean 1, for tokens 0..M-1 or for the given ids ([M] or [N, M]).
 
-    Small values decide who wins, and they keep full relative precision.
+    Small values decide the draw, and they keep full relative precision.
     """
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, dtype=torch.int32, device=seed_N2.device)

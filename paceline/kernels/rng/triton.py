@@ -14,6 +14,7 @@ SAMPLE = tl.constexpr(rng.SAMPLE)
 DRAFT = tl.constexpr(rng.DRAFT)
 ACCEPT = tl.constexpr(rng.ACCEPT)
 RESAMPLE = tl.constexpr(rng.RESAMPLE)
+PER_DRAFT = tl.constexpr(rng.PER_DRAFT)
 
 _MULTIPLY_1 = tl.constexpr(rng.MULTIPLY_1)
 _MULTIPLY_2 = tl.constexpr(rng.MULTIPLY_2)

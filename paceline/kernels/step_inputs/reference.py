@@ -10,17 +10,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.step_rows import PacketLayout, PaddedRows, Ring, SlotTensors, StepShape
+from paceline.kernels.step_rows import (
+    PACKET_APPENDS,
+    PACKET_HAS_MARKS,
+    PACKET_ROWS,
+    PacketLayout,
+    PaddedRows,
+    Ring,
+    SlotTensors,
+    StepShape,
+)
 
 
 class Entries(NamedTuple):
-    """Who owns each of the T token entries of a varlen batch."""
+    """The row of each of the T token entries of a varlen batch."""
 
-    row_T: Tensor  # int64: valid everywhere, also where nobody owns the entry
+    row_T: Tensor  # int64: a valid row, also at unused entries
     is_owned_T: Tensor  # bool
     offset_T: Tensor  # int64: place in the row
     slot_T: Tensor  # int64
-    position_T: Tensor  # int64: place in the sequence; 0 where nobody owns the entry
+    position_T: Tensor  # int64: place in the sequence; 0 at unused entries
 
 
 class _Plan(NamedTuple):
@@ -45,7 +54,7 @@ def step_inputs(
 
     A row computes its committed tokens from num_computed on, at most as many as planned, then the
     leading real drafts of its slot: as many as planned, K and the request's limit allow. Done rows
-    and padding compute nothing. Entries that nobody owns hold token 0, position 0, page slot -1.
+    and padding compute nothing. Unused entries hold token 0, position 0, page slot -1.
     Uniform rows begin at b * W; packed ones where the packet says, padding behind the last of them.
     """
     packet_P = packet_of(ring)
@@ -76,6 +85,19 @@ def step_inputs(
     _fill_entries(padded, state, committed_B, page_size)
 
 
+def read_marks(ring: Ring, layout: PacketLayout, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Lengths and entries of the snapshots that each row is to leave: [B, M], -1 = none."""
+    packet_P, num_marks = packet_of(ring), layout.num_marks
+    size = num_rows * num_marks
+    is_row_B1 = torch.arange(num_rows, device=ring.device)[:, None] < packet_P[PACKET_ROWS]
+    is_mark_B1 = is_row_B1 & (packet_P[PACKET_HAS_MARKS] != 0)
+    length_BM, entry_BM = (
+        packet_P[at : at + size].view(num_rows, num_marks).where(is_mark_B1, -1)
+        for at in (layout.mark_len, layout.mark_entry)
+    )
+    return length_BM, entry_BM
+
+
 def packet_of(ring: Ring) -> Tensor:
     """The running step's packet."""
     entry_1 = ring.turn_1 % len(ring.packet_EP)
@@ -98,7 +120,7 @@ def entries_of(
 def page_slots(
     state: SlotTensors, slot_T: Tensor, position_T: Tensor, is_owned_T: Tensor, page_size: int
 ) -> Tensor:
-    """Flat KV slots; -1 where nobody owns the entry, at max_model_len and where no page is."""
+    """Flat KV slots; -1 at unused entries, from max_model_len on and where there is no page."""
     table_SP = state.table_SP
     index_T = (position_T // page_size).clamp(max=table_SP.shape[1] - 1)
     page_T = table_SP[slot_T, index_T].long()
@@ -110,7 +132,7 @@ def _append_pages(
     packet_P: Tensor, layout: PacketLayout, table_SP: Tensor, padding_slot: int
 ) -> None:
     step_A = torch.arange(layout.max_appends, device=packet_P.device)
-    is_append_A = step_A < packet_P[layout.NUM_APPENDS]
+    is_append_A = step_A < packet_P[PACKET_APPENDS]
     slot_A = packet_P[layout.append_slot + step_A].where(is_append_A, padding_slot).long()
     index_A = packet_P[layout.append_index + step_A].where(is_append_A, 0).long()
     page_A = packet_P[layout.append_page + step_A]
@@ -122,7 +144,7 @@ def _read_plan(
     packet_P: Tensor, layout: PacketLayout, shape: StepShape, padding_slot: int
 ) -> _Plan:
     row_B = torch.arange(shape.rows, device=packet_P.device)
-    is_row_B = row_B < packet_P[layout.NUM_ROWS]
+    is_row_B = row_B < packet_P[PACKET_ROWS]
     planned_B = packet_P[layout.planned + row_B].where(is_row_B, 0)
     if shape.is_uniform:
         row_start_B = (row_B * shape.width).int()

@@ -49,7 +49,7 @@ class LayerTensors(NamedTuple):
     linears: tuple[PanelWeight, ...]  # qkv, o, gate_up, down
 
 
-class Shape(NamedTuple):
+class LayerSizes(NamedTuple):
     """Sizes that all layers share."""
 
     num_heads: int
@@ -115,7 +115,7 @@ def _run(
         launch_place(
             team,
             place,
-            (qkv, rotation, slots, num_tokens),
+            (qkv, heads_bytes, rotation, slots, num_tokens),
             (keys, values, head_bytes),
             (load_i64(at + 16), load_i64(at + 24)),
             eps,
@@ -128,7 +128,7 @@ def _run(
             (keys, values, head_bytes, page_size),
             rows,
             (page_ids, page_ids_bytes),
-            (num_q // num_kv, num_kv, size),
+            (num_q // num_kv, num_kv, size, 1),
             scale,
         )
         _linear(team, product, at + _O, (attended, 4 * num_q * size, num_tokens), delta)
@@ -156,7 +156,7 @@ class Step(NamedTuple):
 
 
 def run_layers(
-    layers: Addresses, pages: Addresses, head_bytes: int, shape: Shape, step: Step
+    layers: Addresses, pages: Addresses, head_bytes: int, shape: LayerSizes, step: Step
 ) -> Tensor:
     """The delta of the last layer, [T, D]. `head_bytes`: from head to head in the pages."""
     num_tokens = step.residual_TD.shape[0]

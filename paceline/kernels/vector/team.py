@@ -1,6 +1,6 @@
-"""A few threads that share the tiles of one kernel. A tile's result never depends on who ran it.
+"""A few threads that share the tiles of one kernel. A tile's result is the same on any of them.
 
-Threads claim tiles from a counter, so a kernel waits only for tiles that somebody has begun: on a
+Threads claim tiles from a counter, so a kernel waits only for tiles that a thread has begun: on a
 busy machine a worker that is not running costs its help and nothing else, where a fork-join team
 would wait for it at every kernel. Workers spin for some microseconds after work, then sleep.
 """
@@ -81,7 +81,7 @@ def _work(team: int, index: int) -> None:
             continue
         idle = 0
         atomic_store(own, 1)
-        # Work that came before the flag was up would wake nobody: look once more.
+        # Work that came before the flag was up wakes no thread: look once more.
         ticket = atomic_load(team + _TICKET)
         is_over = ticket & _FIELD >= (ticket >> _TILES_SHIFT) & _FIELD
         if is_over and atomic_load(team + _STOP) == 0:
@@ -202,7 +202,7 @@ class _Team:
             thread.join(timeout=1.0)
 
     def _forget_workers(self) -> None:
-        """In a forked child there are none, and nobody holds the team."""
+        """In a forked child there are no workers, and the lock is free."""
         self._workers = []
         self._write(_NUM_WORKERS, 0)
         self._write(_BUSY, 0)

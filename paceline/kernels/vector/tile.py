@@ -42,7 +42,7 @@ _INPUT_BYTES = {Q4: 16, Q8: 32, HALF: 64, BFLOAT: 64, FLOAT: 128}
 BLOCK_BYTES = {k: _HEADER_BYTES[k] + n * _INPUT_BYTES[k] for k, n in BLOCK_INPUTS.items()}
 # Inner indices that are written out; the rest is a loop. More gain nothing and compile longer.
 _UNROLLED = 4
-# Rows that one pass holds in registers; a count without code of its own repeats its last row.
+# Rows that one pass holds in registers; a count without its own code repeats its last row.
 MOST_ROWS = 12
 
 _EIGHT = types.UniTuple(types.int64, 8)

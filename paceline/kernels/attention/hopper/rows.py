@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paceline.kernels.attention.triton.work import TILE_ROWS
 
-HEAD = gl.constexpr(128)  # numbers; with 64 the plain kernel is as fast, or faster (ADR 17)
+HEAD = gl.constexpr(128)  # with 64 the plain kernel is no slower (bench/h200_kernels.md)
 PAGE = gl.constexpr(16)
 BLOCK = gl.constexpr(128)  # KV positions at once
 ROWS = gl.constexpr(TILE_ROWS // 2)  # of a group: the fewest that a product of four warps has
@@ -127,7 +127,7 @@ def _rows_at(
 @gluon.jit
 def clear_values(value, num_valid):
     """Values behind the end are others', NaN perhaps, which no weight of 0 takes away: both groups
-    write zeros over them, in any order; nobody reads one that it has not written."""
+    write zeros over them, in any order; no program reads one that it has not written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     if num_valid < BLOCK:
         for i in gl.static_range(BLOCK // PAGE):

@@ -136,7 +136,7 @@ def _prefill_hopper_kernel(  # noqa: PLR0913
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Who does what. Shared memory is all that they have in common."""
+    """The work of each warp group. They share nothing but shared memory."""
     queries = _make_ring(key_pages, GROUPS, ROWS, 1)
     keys = _make_ring(key_pages, STAGES, BLOCK, GROUPS)
     values = _make_ring(key_pages, STAGES, BLOCK, GROUPS)
@@ -176,7 +176,7 @@ def _make_ring(like, NUM: gl.constexpr, ROWS_EACH: gl.constexpr, READERS: gl.con
 
 @gluon.jit
 def _place(count):
-    """The buffer of a ring that has so many blocks behind it, and the parity of its round."""
+    """The buffer of a ring after `count` blocks, and the parity of its round."""
     return count % STAGES, count // STAGES & 1
 
 
@@ -212,7 +212,7 @@ def _fetch(fetching, table, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
     for turn in range(num_turns):
         entry, num_queries, first_position, table_row, own_position = tile
         head = _item_at(turn) % KV_HEADS
-        # Read now, so that nobody waits for it then.
+        # Read early, so that no later step waits for it.
         tile = _load_tile(tile_E8, _item_at(gl.minimum(turn + 1, num_turns - 1)) // KV_HEADS)
         end = gl.minimum(first_position + num_queries, length)
         num_blocks = (end + BLOCK - 1) // BLOCK
@@ -351,7 +351,7 @@ def _attend(
 
 @gluon.jit
 def _weigh_first(seen, count):
-    """The first block, which may be on the diagonal: everybody sees position 0."""
+    """The first block, which may be on the diagonal: every query sees position 0."""
     query, position, scale, keys, _ = seen
     buffers, full, empty = keys
     row_layout: gl.constexpr = position.type.layout

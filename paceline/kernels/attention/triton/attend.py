@@ -48,6 +48,8 @@ def paged_attention(
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
     attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD, launch)
     if (batch.max_query_len or num_entries) > SHORT:
+        is_plain = batch.is_causal and not batch.has_row_window
+        assert is_plain, f"only rows of up to {SHORT} queries see otherwise"
         attend_tiles = tiles_kernel(qkv_TD, key_NSH, value_NSH, batch)
         attend_tiles(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
     return out_TD

@@ -1,9 +1,10 @@
 """Paged attention for rows of few queries: decode tokens and verify windows.
 
 A work item is one KV head over one span of a row's KV; the queries of the row times the heads of
-the group are the rows of its tile. KV is weighed in blocks of 64 positions, blocks are merged in
-order within stretches of 256, stretches are merged in order. A span is a block, a stretch or all
-there is, so whoever merges does the same: bits depend on nothing but the row.
+the group are the rows of its tile. KV is weighed in blocks of 64 positions. Blocks are merged in
+order within stretches of 256, stretches within reaches of 1024 or more, reaches with each other.
+A span is one of these or the whole row, and every way of cutting merges in the same order: a
+query's bits depend on its own sequence alone.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
-from paceline.kernels.attention.triton.work import BLOCK, MOST_BLOCKS, STRETCH, span_rows
+from paceline.kernels.attention.triton.work import (
+    BEFORE,
+    BLOCK,
+    PROGRAMS_PER_SM,
+    REACH,
+    STRETCH,
+    span_rows,
+)
 from paceline.kernels.gpu.device import num_multiprocessors
 from paceline.kernels.gpu.triton import dependent, wait_for_input
 
 LOG2_E = 1.4426950408889634
+PARTS = STRETCH // BLOCK  # of a stretch, and of a reach
+assert REACH // STRETCH == PARTS
+PARTIALS_AT_ONCE = 16  # that are loaded together
 MANY_RESULTS = 1024  # entries times KV heads for which there is no longer a program each
 
 
@@ -30,7 +41,7 @@ class SpanTiles(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    most_registers: int | None = None  # of a thread, so that so many programs have room
+    most_registers: int | None = None  # per thread, so that `programs_per_sm` programs fit
 
 
 def span_tiles(dtype: torch.dtype, padded_size: int, tiles_per_sm: float) -> SpanTiles:
@@ -41,9 +52,12 @@ def span_tiles(dtype: torch.dtype, padded_size: int, tiles_per_sm: float) -> Spa
         num_warps = 8 if dtype == torch.float32 else 4  # no tensor cores: many registers
         return SpanTiles(num_warps, num_stages=2 if num_bytes <= 2**16 else 1, programs_per_sm=1)
     # Products behind them need what they leave of shared memory: with three blocks of 128 numbers
-    # on their way, those of few rows ran at half their rate (ADR 17).
+    # on their way, those of few rows ran at half their rate (bench/h200_kernels.md).
     few = SpanTiles(
-        4, num_stages=3 if num_bytes <= 2**14 else 2, programs_per_sm=3, most_registers=168
+        4,
+        num_stages=3 if num_bytes <= 2**14 else 2,
+        programs_per_sm=PROGRAMS_PER_SM,
+        most_registers=168,
     )
     if tiles_per_sm <= few.programs_per_sm:
         return few
@@ -61,7 +75,7 @@ def attend_spans(
     out_TD: Tensor,
     launch: dict[str, Any],
 ) -> None:
-    """Fill the outputs of short rows, and those of entries that nobody owns with zeros."""
+    """Fill the outputs of short rows; entries that belong to no row get zeros."""
     num_kv_heads, _, head_size = key_NSH.shape
     group = batch.group_size
     padded_size = max(16, triton.next_power_of_2(head_size))
@@ -88,6 +102,8 @@ def attend_spans(
         SIZE=BLOCK,
         STRETCH_SIZE=STRETCH,
         WINDOW=batch.window or 0,
+        IS_CAUSAL=batch.is_causal,
+        HAS_ROW_WINDOW=batch.has_row_window,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.most_registers,
@@ -101,8 +117,8 @@ def attend_spans(
         HEAD=head_size,
         PADDED_GROUP=triton.next_power_of_2(group),
         PADDED=padded_size,
-        BLOCKS=STRETCH // BLOCK,
-        FINE_SPANS=MOST_BLOCKS,
+        PARTS=PARTS,
+        AT_ONCE=PARTIALS_AT_ONCE,
         ENTRIES=at_once,
         num_warps=4,
         **dependent(),
@@ -110,7 +126,7 @@ def attend_spans(
 
 
 def _entries_at_once(num_results: int) -> int:
-    """So many does a program look at: the more there are, the fewer have anything to merge."""
+    """Entries that one program merges. The more entries there are, the fewer need merging."""
     if num_results < MANY_RESULTS:
         return 1
     return 4 if num_results < 8 * MANY_RESULTS else 8
@@ -141,6 +157,8 @@ def _span_kernel(  # noqa: PLR0913
     SIZE: tl.constexpr,
     STRETCH_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_ROW_WINDOW: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     # The lists are older than the kernel in front, so they need not wait for it.
@@ -153,7 +171,12 @@ def _span_kernel(  # noqa: PLR0913
     wait_for_input(IS_DEPENDENT)
     for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
         head = index % KV_HEADS
-        entry, num_queries, first_position, begin, end, slot, partial = record
+        entry, num_queries, first_position, begin, end, slot, partial, reach = record
+        position = first_position + row // GROUP
+        window_at = position
+        if HAS_ROW_WINDOW:
+            window_at = first_position - num_queries // BEFORE + 0 * row
+            num_queries = num_queries % BEFORE
         after = index + tl.num_programs(0)
         record = _load_item(span_E8, after // KV_HEADS, after < num_items)
         page = next_page
@@ -170,9 +193,11 @@ def _span_kernel(  # noqa: PLR0913
             value_NSH + cache_stride.to(tl.int64) * head,
             table_SP + slot.to(tl.int64) * table_stride,
             page,
-            first_position + row // GROUP,
+            position,
+            window_at,
             begin,
             end,
+            reach,
             scale,
             HEAD,
             PADDED,
@@ -181,6 +206,7 @@ def _span_kernel(  # noqa: PLR0913
             SIZE,
             STRETCH_SIZE,
             WINDOW,
+            IS_CAUSAL,
         )
         if partial < 0:
             out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
@@ -206,20 +232,21 @@ def _load_item(span_E8, item, exists):
         tl.load(at + 4, mask=exists, other=0),
         tl.load(at + 5, mask=exists, other=0),
         tl.load(at + 6, mask=exists, other=0),
+        tl.load(at + 7, mask=exists, other=1),
     )
 
 
 @triton.jit
 def _first_pages(table_SP, table_stride, record, PAGE: tl.constexpr, SIZE: tl.constexpr):
     """The pages of an item's first block."""
-    _, _, _, begin, end, slot, _ = record
+    _, _, _, begin, end, slot, _, _ = record
     table = table_SP + slot.to(tl.int64) * table_stride
     return pages_at(table, begin + tl.arange(0, SIZE), end, PAGE)
 
 
 @triton.jit
 def pages_at(table, at, end, PAGE: tl.constexpr):
-    """The pages of positions. Where there is none, any other does: nobody looks."""
+    """The pages of positions; page 0 where there is none, and its values are masked."""
     page = tl.load(table + at.to(tl.uint32) // PAGE, mask=at < end, other=0)
     return tl.maximum(page, 0)
 
@@ -238,8 +265,10 @@ def _walk(  # noqa: PLR0913
     table,
     page,
     position,
+    window_at,
     begin,
     end,
+    reach,
     scale,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
@@ -248,6 +277,7 @@ def _walk(  # noqa: PLR0913
     SIZE: tl.constexpr,
     STRETCH_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
 ):
     """Highest score, sum of weights and weighted values of a span, by query row.
 
@@ -255,6 +285,7 @@ def _walk(  # noqa: PLR0913
     """
     column = tl.arange(0, PADDED)
     top, total, result = _nothing(ROWS, PADDED)
+    far_top, far_total, far_result = _nothing(ROWS, PADDED)
     run_top, run_total, run_result = _nothing(ROWS, PADDED)
     # Triton 3.6 takes a lower bound that an outer loop changes for a constant: begin at 0.
     for passed in range(0, end - begin, SIZE):
@@ -262,7 +293,7 @@ def _walk(  # noqa: PLR0913
         # What lies past the end, or behind the window, may be NaN: no weight of 0 takes it away.
         is_key = at < end
         if WINDOW > 0:
-            is_key = is_key & (at > tl.min(position, 0) - WINDOW)
+            is_key = is_key & (at > tl.min(window_at, 0) - WINDOW)
         inside = is_key[:, None] & (column < HEAD)[None, :]
         offset = row_offsets(page, at, PAGE, HEAD)[:, None] + column[None, :]
         # One block ahead, so that no load of keys waits for a load of pages.
@@ -271,9 +302,9 @@ def _walk(  # noqa: PLR0913
         keys = tl.load(key + offset, mask=inside, other=0.0)
         values = tl.load(value + offset, mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
+        is_seen = (at < end)[None, :] & ((at[None, :] <= position[:, None]) | (not IS_CAUSAL))
         if WINDOW > 0:
-            is_seen = is_seen & (at[None, :] > position[:, None] - WINDOW)
+            is_seen = is_seen & (at[None, :] > window_at[:, None] - WINDOW)
         score = tl.where(is_seen, score * scale, float("-inf"))
         block_top = tl.max(score, 1)
         weight = tl.exp2(score - _base(block_top)[:, None])
@@ -282,10 +313,25 @@ def _walk(  # noqa: PLR0913
         run_top, run_total, run_result = _merge(
             run_top, run_total, run_result, block_top, block_total, block_result
         )
-        if (passed + SIZE) % STRETCH_SIZE == 0:  # spans begin where stretches do, or are shorter
-            top, total, result = _merge(top, total, result, run_top, run_total, run_result)
+        # Spans begin where stretches do, or are shorter.
+        if ((passed + SIZE) % STRETCH_SIZE == 0) & (passed + SIZE < end - begin):
+            far_top, far_total, far_result = _merge(
+                far_top, far_total, far_result, run_top, run_total, run_result
+            )
             run_top, run_total, run_result = _nothing(ROWS, PADDED)
-    return _merge(top, total, result, run_top, run_total, run_result)
+            if (begin + passed + SIZE) % reach == 0:
+                top, total, result = _merge(top, total, result, far_top, far_total, far_result)
+                far_top, far_total, far_result = _nothing(ROWS, PADDED)
+    # Nothing merged with something is that something: short spans save the merges.
+    if end - begin > STRETCH_SIZE:
+        run_top, run_total, run_result = _merge(
+            far_top, far_total, far_result, run_top, run_total, run_result
+        )
+        if begin // reach != (end - 1) // reach:
+            run_top, run_total, run_result = _merge(
+                top, total, result, run_top, run_total, run_result
+            )
+    return run_top, run_total, run_result
 
 
 @triton.jit
@@ -324,12 +370,12 @@ def _merge_kernel(  # noqa: PLR0913
     HEAD: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FINE_SPANS: tl.constexpr,
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ENTRIES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Partial results of entries and a KV head into their outputs; zeros where nobody owns one."""
+    """Merge partial results of entries and a KV head; entries of no row get zeros."""
     first = tl.program_id(0) * ENTRIES
     entry = first + tl.arange(0, ENTRIES)
     num_spans = tl.load(merge_T4 + entry * 4 + 1, mask=entry < num_entries, other=0)
@@ -339,7 +385,7 @@ def _merge_kernel(  # noqa: PLR0913
             _merge_entry(
                 *(out_TD, sums_ENRH, states_ENR2, merge_T4, partial_rows, num_entries),
                 *(first + i, tl.program_id(1)),
-                *(KV_HEADS, GROUP, HEAD, PADDED_GROUP, PADDED, BLOCKS, FINE_SPANS),
+                *(KV_HEADS, GROUP, HEAD, PADDED_GROUP, PADDED, PARTS, AT_ONCE),
             )
 
 
@@ -358,14 +404,14 @@ def _merge_entry(  # noqa: PLR0913
     HEAD: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FINE_SPANS: tl.constexpr,
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     merge_at = merge_T4 + entry * 4
     exists = entry < num_entries
     num_spans = tl.load(merge_at + 1, mask=exists, other=0)
     if num_spans != 0:
-        first, is_fine, first_row = tl.load(merge_at), tl.load(merge_at + 2), tl.load(merge_at + 3)
+        first, how, first_row = tl.load(merge_at), tl.load(merge_at + 2), tl.load(merge_at + 3)
         row = tl.arange(0, PADDED_GROUP)
         column = tl.arange(0, PADDED)
         inside = (row < GROUP)[:, None] & (column < HEAD)[None, :]
@@ -375,25 +421,27 @@ def _merge_entry(  # noqa: PLR0913
         sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
         is_row = row < GROUP
         top, total, result = _nothing(PADDED_GROUP, PADDED)
-        if is_fine == 0:
-            for stretch in range(0, num_spans, FINE_SPANS):
-                # Unrolled, so that many loads are on their way at once.
-                for i in tl.static_range(FINE_SPANS):
-                    span = stretch + i
+        # Unrolled, so that many loads are on their way at once.
+        if how == 0:  # reaches
+            for first_span in range(0, num_spans, AT_ONCE):
+                for i in tl.static_range(AT_ONCE):
+                    span = first_span + i
                     top, total, result = _merge(
                         *(top, total, result),
                         *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
                     )
-        else:
-            for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
-                run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
-                for i in tl.static_range(BLOCKS):
-                    span = stretch + i
-                    run_top, run_total, run_result = _merge(
-                        *(run_top, run_total, run_result),
-                        *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
-                    )
-                top, total, result = _merge(top, total, result, run_top, run_total, run_result)
+        else:  # blocks of stretches, or stretches of reaches
+            before = how // 4  # stretches that the first reach lacks
+            for first_span in range(-before, num_spans, AT_ONCE // 2):
+                for part in tl.static_range(AT_ONCE // 2 // PARTS):
+                    run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
+                    for i in tl.static_range(PARTS):
+                        span = first_span + part * PARTS + i
+                        run_top, run_total, run_result = _merge(
+                            *(run_top, run_total, run_result),
+                            *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
+                        )
+                    top, total, result = _merge(top, total, result, run_top, run_total, run_result)
         result /= tl.where(total == 0.0, 1.0, total)[:, None]
         width = KV_HEADS * GROUP * HEAD
         out_at = out_TD + entry.to(tl.int64) * width + head * GROUP * HEAD
@@ -404,7 +452,7 @@ def _merge_entry(  # noqa: PLR0913
 @triton.jit
 def _load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD: tl.constexpr):
     """A partial result; nothing where there is none."""
-    exists = is_row & (span < num_spans)
+    exists = is_row & (span >= 0) & (span < num_spans)
     top = tl.load(state_at + span * stride * 2, mask=exists, other=float("-inf"))
     total = tl.load(state_at + span * stride * 2 + 1, mask=exists, other=0.0)
     column = tl.arange(0, sum_at.shape[1])

@@ -248,7 +248,7 @@ def _walk(  # noqa: PLR0913
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Blocks of KV into the running softmax. Position 0 is in the first, and everybody sees it,
+    """Blocks of KV into the running softmax. Position 0 is in the first, and every query sees it,
     if there is no window.
 
     There is one block at least, and callers say so by a branch: on a way around the loop, sums

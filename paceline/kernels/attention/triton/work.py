@@ -12,20 +12,30 @@ import triton
 import triton.language as tl
 
 from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
+from paceline.kernels.gpu.device import num_multiprocessors
 
 BLOCK = 64  # KV positions that are weighed at once: the smallest span
 STRETCH = 256  # positions whose blocks are merged before they meet others
-SHORT = 16  # rows of at most so many queries are cut along KV
+# Stretches are merged within reaches before they meet others. A reach of a very long row is longer,
+# so that its reaches run all at once.
+REACH = 1024
+PROGRAMS_PER_SM = 3
+SHORT = 16  # rows of at most this many queries are cut along KV
 TILE_ROWS = 128  # queries times group of a tile, where rows are cut along queries
 # While there is little to do (items, counting heads, if rows were cut so): rows of few blocks are
-# cut into blocks, others into stretches. Else rows of few stretches are one span.
+# cut into blocks, others into stretches. Else rows of few stretches are one span, and others are
+# cut into reaches.
 LITTLE = 512
 MOST_BLOCKS = 8
 MOST_UNCUT_STRETCHES = 4
+# How a row was cut: word 2 of `merge_T4`. Stretches also have the number of stretches between the
+# beginning of a reach and the row's first one, times 4.
+REACHES, BLOCKS, STRETCHES = 0, 1, 2
 # Spans whose results wait for others. A row that finds no room is one span: by then there is work
 # for every multiprocessor.
 MOST_PARTIALS = 1024
 ENTRIES_AT_ONCE = 128
+BEFORE = tl.constexpr(64)  # see _write_spans; more than SHORT
 
 
 def span_rows(group_size: int) -> int:
@@ -34,17 +44,24 @@ def span_rows(group_size: int) -> int:
     return max(16, one, min(some, 32))
 
 
+def most_reaches(device: torch.device, num_kv_heads: int) -> int:
+    """Of a row: as many as there are programs at once for each of its heads."""
+    return max(num_multiprocessors(device) * PROGRAMS_PER_SM // num_kv_heads, 1)
+
+
 def make_work(
     batch: AttentionBatch,
     num_entries: int,
     num_kv_heads: int,
     *,
     block: int = BLOCK,
+    reach: int | None = None,
     rows: int | None = None,
 ) -> AttentionWork:
     """Shapes come from the batch's shapes alone, contents from its lengths.
 
-    `block` is the smallest span, `rows` those of a span's query tile.
+    `block` is the smallest span, `rows` those of a span's query tile. `reach` is fixed; None: it
+    grows with the row.
     """
     num_rows, num_pages = len(batch.slot_B), batch.table_SP.shape[1]
     row_start_B, query_len_B = batch.row_start_B, batch.query_len_B
@@ -78,6 +95,8 @@ def make_work(
         TILE_QUERIES=tile_queries,
         FINE=block,
         COARSE=STRETCH,
+        WIDE=reach or REACH,
+        MOST_REACHES=0 if reach else most_reaches(batch.slot_B.device, num_kv_heads),
         MOST_FINE=MOST_BLOCKS,
         MOST_UNCUT=MOST_UNCUT_STRETCHES,
         LITTLE_WORK=LITTLE // num_kv_heads,
@@ -85,6 +104,8 @@ def make_work(
         GROUP=batch.group_size,
         ENTRIES=ENTRIES_AT_ONCE,
         WINDOW=batch.window or 0,
+        IS_CAUSAL=batch.is_causal,
+        HAS_ROW_WINDOW=batch.has_row_window,
         num_warps=4,
     )
     return work
@@ -111,6 +132,8 @@ def _work_kernel(  # noqa: PLR0913
     TILE_QUERIES: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
+    WIDE: tl.constexpr,
+    MOST_REACHES: tl.constexpr,
     MOST_FINE: tl.constexpr,
     MOST_UNCUT: tl.constexpr,
     LITTLE_WORK: tl.constexpr,
@@ -118,6 +141,8 @@ def _work_kernel(  # noqa: PLR0913
     GROUP: tl.constexpr,
     ENTRIES: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_ROW_WINDOW: tl.constexpr,
 ):
     """One program per row, and some for the entries that no row owns."""
     row = tl.program_id(0)
@@ -141,6 +166,8 @@ def _work_kernel(  # noqa: PLR0913
             TILE_QUERIES,
             FINE,
             COARSE,
+            WIDE,
+            MOST_REACHES,
             MOST_FINE,
             MOST_UNCUT,
             PARTIALS,
@@ -157,26 +184,17 @@ def _work_kernel(  # noqa: PLR0913
     slot = tl.load(slot_B + row).to(tl.int32)
     base = _first_seen(length, query_len, COARSE, WINDOW)
     seen = tl.minimum(length, table_length) - base
-    is_fine = is_fine & (seen <= FINE * MOST_FINE)
+    reach = _reach(seen, COARSE, WIDE, MOST_REACHES)
+    span, how = _cut(seen, base, reach, is_fine, FINE, COARSE, MOST_FINE)
     if query_len > LONGEST_SHORT:
         _write_tiles(tile_E8, my_tile, start, query_len, length, slot, TILE_QUERIES)
     else:
         _write_spans(
-            span_E8,
-            my_item,
-            my_partial,
-            start,
-            query_len,
-            length,
-            slot,
-            my_spans,
-            tl.where(is_fine, FINE, COARSE),
-            base,
-            table_length,
-            SPAN_QUERIES,
+            *(span_E8, my_item, my_partial, start, query_len, length, slot, my_spans),
+            *(span, reach, base, table_length, SPAN_QUERIES, IS_CAUSAL, HAS_ROW_WINDOW),
         )
     merge_at = merge_T4 + start * 4
-    _write_merges(merge_at, query_len, my_partial, my_spans, is_fine, SPAN_QUERIES, GROUP)
+    _write_merges(merge_at, query_len, my_partial, my_spans, how, SPAN_QUERIES, GROUP)
 
 
 @triton.jit
@@ -185,7 +203,7 @@ def _write_merges(
     query_len,
     first_partial,
     num_spans,
-    is_fine,
+    how,
     SPAN_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -195,7 +213,7 @@ def _write_merges(
         inside = query < query_len
         tl.store(merge_at, first_partial + query // SPAN_QUERIES * num_spans, mask=inside)
         tl.store(merge_at + 1, tl.where(num_spans > 1, num_spans, 0 * query), mask=inside)
-        tl.store(merge_at + 2, tl.where(is_fine, 1, 0 * query), mask=inside)
+        tl.store(merge_at + 2, how + 0 * query, mask=inside)
         tl.store(merge_at + 3, query % SPAN_QUERIES * GROUP, mask=inside)
 
 
@@ -236,6 +254,8 @@ def _place_row(  # noqa: PLR0913
     TILE_QUERIES: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
+    WIDE: tl.constexpr,
+    MOST_REACHES: tl.constexpr,
     MOST_FINE: tl.constexpr,
     MOST_UNCUT: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -251,11 +271,13 @@ def _place_row(  # noqa: PLR0913
         row = first + tl.arange(0, 256)
         query_len = tl.load(query_len_B + row, mask=row < num_rows, other=0).to(tl.int32)
         length = tl.load(length_B + row, mask=row < num_rows, other=0).to(tl.int32)
-        seen = tl.minimum(length, table_length) - _first_seen(length, query_len, COARSE, WINDOW)
-        blocks, stretches = tl.cdiv(seen, FINE), tl.cdiv(seen, COARSE)
+        base = _first_seen(length, query_len, COARSE, WINDOW)
+        end = tl.minimum(length, table_length)
+        blocks, stretches = tl.cdiv(end - base, FINE), tl.cdiv(end - base, COARSE)
         fine_spans = tl.where(blocks <= MOST_FINE, blocks, stretches)
-        coarse_spans = tl.where(stretches <= MOST_UNCUT, 1, stretches)
-        spans = tl.where(is_fine, fine_spans, coarse_spans)
+        reach = _reach(end - base, COARSE, WIDE, MOST_REACHES)
+        reaches = tl.where(stretches <= MOST_UNCUT, 1, tl.cdiv(end, reach) - base // reach)
+        spans = tl.where(is_fine, fine_spans, reaches)
         is_long = query_len > LONGEST_SHORT
         pieces = tl.where(is_long, 0, tl.cdiv(query_len, SPAN_QUERIES))
         tiles = tl.where(is_long, tl.cdiv(query_len, TILE_QUERIES), 0)
@@ -297,6 +319,34 @@ def _first_seen(length, query_len, COARSE: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _reach(seen, COARSE: tl.constexpr, WIDE: tl.constexpr, MOST_REACHES: tl.constexpr):
+    """Whole stretches, and as few reaches as run at once."""
+    if MOST_REACHES == 0:
+        return 0 * seen + WIDE
+    else:
+        return tl.maximum(tl.cdiv(seen, MOST_REACHES * COARSE) * COARSE, WIDE)
+
+
+@triton.jit
+def _cut(
+    seen,
+    base,
+    reach,
+    is_fine,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    MOST_FINE: tl.constexpr,
+):
+    """The size of a row's spans, and how they are merged."""
+    has_blocks = seen <= FINE * MOST_FINE
+    # Stretches that are reaches are merged one by one.
+    fine_how = tl.where(reach > COARSE, base % reach // COARSE * 4 + 2, 0)
+    span = tl.where(has_blocks, FINE, COARSE)
+    how = tl.where(has_blocks, 1, fine_how)
+    return tl.where(is_fine, span, reach), tl.where(is_fine, how, 0)
+
+
+@triton.jit
 def _write_tiles(tile_E8, first_tile, start, query_len, length, slot, TILE_QUERIES: tl.constexpr):
     """The tiles with the longest way through KV come first: the short ones fill up the end."""
     num_tiles = tl.cdiv(query_len, TILE_QUERIES)
@@ -324,9 +374,12 @@ def _write_spans(  # noqa: PLR0913
     slot,
     num_spans,
     span,
+    reach,
     base,
     table_length,
     SPAN_QUERIES: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_ROW_WINDOW: tl.constexpr,
 ):
     num_items = tl.cdiv(query_len, SPAN_QUERIES) * num_spans
     for first in range(0, num_items, 64):
@@ -334,16 +387,21 @@ def _write_spans(  # noqa: PLR0913
         query = index // num_spans * SPAN_QUERIES
         num_queries = tl.minimum(query_len - query, SPAN_QUERIES)
         position = length - query_len + query
-        begin = base + index % num_spans * span
-        end = tl.minimum(position + num_queries, table_length)
+        # A reach that begins before the first key that is seen is cut there.
+        begin = base // span * span + index % num_spans * span
+        end = tl.minimum(position + num_queries if IS_CAUSAL else length, table_length)
         end = tl.where(num_spans > 1, tl.minimum(begin + span, end), end)
+        begin = tl.maximum(begin, base)
         inside = index < num_items
         item_at = span_E8 + (first_item + index) * 8
         tl.store(item_at, start + query, mask=inside)
-        tl.store(item_at + 1, num_queries, mask=inside)
+        # Behind the number of queries, those of the row before them: the window begins there.
+        before = query * BEFORE if HAS_ROW_WINDOW else 0 * query
+        tl.store(item_at + 1, num_queries + before, mask=inside)
         tl.store(item_at + 2, position, mask=inside)
         tl.store(item_at + 3, begin, mask=inside)
         tl.store(item_at + 4, end, mask=inside)
         tl.store(item_at + 5, tl.broadcast_to(slot, (64,)), mask=inside)
         # Where the partial result goes: -1 if it is the whole.
         tl.store(item_at + 6, tl.where(num_spans > 1, first_partial + index, -1), mask=inside)
+        tl.store(item_at + 7, tl.broadcast_to(reach, (64,)), mask=inside)

@@ -18,7 +18,7 @@ COUNTED = 1024  # entries that a program looks at at once
 
 
 class Blocks(NamedTuple):
-    """Entries by expert, each expert's in blocks of its own; -1 fills the last one."""
+    """Entries by expert, each expert's in separate blocks; -1 fills the last one."""
 
     entry: Tensor  # int32 [blocks * rows]
     expert: Tensor  # int32 [blocks]

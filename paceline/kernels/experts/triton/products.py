@@ -148,7 +148,7 @@ def _few_kernel(  # noqa: PLR0913
     AHEAD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Programs share out the blocks of outputs of those experts that somebody chose."""
+    """Programs share the output blocks of the experts that at least one token chose."""
     if HAS_GATE:
         wait_for_input(IS_DEPENDENT)
     row, k = tl.arange(0, ROWS), tl.arange(0, PADDED_CHOSEN)
@@ -193,13 +193,13 @@ def _few_kernel(  # noqa: PLR0913
             ROWS,
             BLOCK_M,
             BLOCK_K,
-            "evict_first",  # nobody else reads these weights in this step
+            "evict_first",  # no other program reads these weights in this step
         )
 
 
 @triton.jit
 def _used(chosen_P, WORDS: tl.constexpr):
-    """1 for every expert that somebody chose, else 0: found as bits of words."""
+    """1 for every expert that a token chose, else 0: found as bits of words."""
     word = tl.arange(0, WORDS)[None, :]
     is_here = (chosen_P[:, None] // 32 == word) & (chosen_P >= 0)[:, None]
     bit_PW = tl.where(is_here, 1 << (chosen_P % 32)[:, None], 0)
@@ -287,7 +287,7 @@ def _begin(  # noqa: PLR0913
 ):
     """Ask for weights of the second product, and wait for the first one.
 
-    Who chose which expert was known before the first one began: it has waited for that, in all its
+    The chosen experts were known before the first one began: it has waited for that, in all its
     programs, before this kernel could be launched. So it may be read before the wait; not from a
     cache of this multiprocessor, though (.cg), which may be older.
     """
@@ -381,7 +381,7 @@ def _sum_kernel(  # noqa: PLR0913
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(CHOSEN):
         entry = row * CHOSEN + k
-        # Nobody (-1) wrote nothing: what lies there is not a number of this step.
+        # An entry without an expert (-1) wrote nothing: its memory is stale.
         is_there = inside & (tl.load(chosen_P + entry) >= 0)
         total += tl.load(share_PD + entry * WIDTH + column, mask=is_there, other=0.0)
     if HAS_SHARED:

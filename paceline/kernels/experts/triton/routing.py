@@ -16,6 +16,7 @@ from paceline.kernels.gpu.triton import dependent, wait_for_input
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     num_rows, num_experts = logits_TE.shape
+    num_experts -= how.has_shared_gate
     num_taken = how.num_chosen + how.num_shared
     shape, device = (num_rows, num_taken), logits_TE.device
     chosen_TK = torch.empty(shape, dtype=torch.int32, device=device)
@@ -35,6 +36,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tenso
         HAS_BIAS=bias_E is not None,
         IS_SIGMOID=how.is_sigmoid,
         IS_NORMED=how.is_normed,
+        HAS_SHARED_GATE=how.has_shared_gate,
         NONE=NO_SCORE,
         LEAST=TINY if how.is_sigmoid else 0.0,
         num_warps=1 if num_experts <= 256 else 4,
@@ -62,6 +64,7 @@ def _route_kernel(  # noqa: PLR0913
     HAS_BIAS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     IS_NORMED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
     NONE: tl.constexpr,
     LEAST: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -102,7 +105,11 @@ def _route_kernel(  # noqa: PLR0913
         choice = tl.where(is_best, lowest, choice)
     if IS_NORMED:
         weight /= tl.sum(weight, 0) + LEAST
-    weight = tl.where(index < CHOSEN, weight * scaling, 1.0)
+    shared = 1.0
+    if HAS_SHARED_GATE:
+        gate = tl.load(logits_TE + row * logits_stride + GROUPS * SIZE).to(tl.float32)
+        shared = 1.0 / (1.0 + tl.exp(-gate))
+    weight = tl.where(index < CHOSEN, weight * scaling, shared)
     at = row * TAKEN + index
     tl.store(chosen_TK + at, chosen, mask=index < TAKEN)
     tl.store(weight_TK + at, weight, mask=index < TAKEN)

@@ -223,7 +223,7 @@ def mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     chunks: tl.constexpr = (cut.K + shares * 32 - 1) // (shares * 32)
     is_even: tl.constexpr = chunks * shares * 32 == cut.K
     groups: tl.constexpr = cut.BLOCK_T // 8
-    # Blocks of rows side by side: who comes second finds the weights in the cache.
+    # Blocks of rows side by side: the second one finds the weights in the cache.
     pid_t = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)
@@ -299,7 +299,7 @@ def dot_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
     share: tl.constexpr = (cut.K + step - 1) // step * cut.BLOCK_K
     is_even: tl.constexpr = share * cut.SPLITS == cut.K
-    # Blocks of rows side by side: who comes second finds the weights in the cache.
+    # Blocks of rows side by side: the second one finds the weights in the cache.
     pid_t = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)
@@ -348,7 +348,7 @@ def tma_kernel(x_tiles, w_tiles, w_ptr, out_ptr, ends, T, eps, cut):
     step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
     chunks: tl.constexpr = (cut.K + step - 1) // step
     last_turn: tl.constexpr = chunks - (cut.AHEAD + cut.BLOCK_K - 1) // cut.BLOCK_K
-    # Blocks of rows side by side: who comes second finds the weights in the cache.
+    # Blocks of rows side by side: the second one finds the weights in the cache.
     pid_t = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)

@@ -206,7 +206,7 @@ def deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut
         inside = tl.arange(0, cut.BLOCK_T)[:, None] * cut.BLOCK_N + tl.arange(0, cut.BLOCK_N)
         first = ends.partial + tile.to(tl.int64) * (cut.SPLITS * size) + inside
         tl.store(first + split * size, sum_TN)
-        # All threads' stores come before the ticket: who draws the last one sees every share.
+        # All threads' stores come before the ticket: the last program sees every share.
         tl.debug_barrier()
         ticket = tl.atomic_add(ends.ticket + tile, 1, sem="acq_rel", scope="gpu")
         if ticket == cut.SPLITS - 1:

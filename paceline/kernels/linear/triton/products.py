@@ -36,7 +36,7 @@ from paceline.kernels.linear.triton.parts import ADDED, GATED, HEADS, PLAIN
 ENDS = ("plain", "gated", "heads", "added")
 _INTERPRETED = triton.knobs.runtime.interpret
 _MOST_TICKETS = 1 << 14
-# Outputs of a row that one program adds up when that is a kernel of its own.
+# Outputs of a row that one program adds up when a separate kernel does it.
 SUMMED = 1024
 
 
@@ -262,7 +262,7 @@ def _tile(x_TK: Tensor, product: Product, end: tl.constexpr) -> Tile:
 
 
 def _is_apart(tile: Tile, ends: Ends, end: tl.constexpr) -> bool:
-    """Whether a kernel of its own adds up the shares: it finishes no norm and places no heads."""
+    """Whether a separate kernel adds up the shares: it finishes no norm and places no heads."""
     can_be = ends.squares is None and end.value in (PLAIN.value, ADDED.value)
     return can_be and tile.kind == "tma" and tile.is_apart and tile.splits > 1
 

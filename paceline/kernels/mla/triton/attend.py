@@ -126,9 +126,8 @@ def _make_work(
     tiles = span_tiles(dtype, num_heads)
     # To the lists a part of the heads is a KV head with a group.
     parts = replace(batch, group_size=tiles.group)
-    return make_work(
-        parts, num_entries, num_heads // tiles.group, block=tiles.block, rows=tiles.rows
-    )
+    sizes = {"block": tiles.block, "reach": STRETCH, "rows": tiles.rows}
+    return make_work(parts, num_entries, num_heads // tiles.group, **sizes)
 
 
 def mla_attention(
@@ -154,7 +153,7 @@ def _attend_spans(
     scale: float,
     out_TNL: Tensor,
 ) -> None:
-    """Fill the outputs of short rows, and those of entries that nobody owns with zeros."""
+    """Fill the outputs of short rows; entries that belong to no row get zeros."""
     work, device = batch.work, query_TNH.device
     assert work is not None
     num_entries, num_heads, latent_size = out_TNL.shape

@@ -287,7 +287,7 @@ def latent_merge_kernel(  # noqa: PLR0913
     FINE_SPANS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Partial results of some heads and columns of an entry; zeros where nobody owns it."""
+    """Partial results of some heads and columns of an entry; zeros at unused entries."""
     wait_for_input(IS_DEPENDENT)
     entry, part = tl.program_id(0), tl.program_id(1)
     merge_at = merge_T4 + entry * 4

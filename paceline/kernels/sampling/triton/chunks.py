@@ -35,6 +35,19 @@ class Split(NamedTuple):
         return cls(chunk, num_chunks, triton.next_power_of_2(num_chunks))
 
 
+class Logits(NamedTuple):
+    """Logits as kernels take them."""
+
+    at_NV: Tensor
+    row_stride: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, logits_NV: Tensor) -> Logits:
+        assert logits_NV.stride(1) == 1
+        return cls(logits_NV, logits_NV.stride(0), logits_NV.shape[1])
+
+
 @cache
 def tickets(device: torch.device) -> Tensor:
     """int32 [MOST_ROWS], zero between kernels: 512 KiB for each device, once."""
@@ -49,9 +62,28 @@ def kept_tensor(value: int, *shape: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def logits_row(first_B, position, width):
+def logits_row(windows, position, width):
     """The logits row of a window position; positions count through windows of one width."""
-    return tl.load(first_B + position // width) + position % width
+    return tl.load(windows.first_B + position // width) + position % width
+
+
+@triton.jit
+def row_at(logits, row):
+    """Where a row of the logits begins."""
+    return logits.at_NV + row.to(tl.int64) * logits.row_stride
+
+
+@triton.jit
+def own_draft(windows, batch_row, j, width):
+    """The draft that window position j verifies; -1 at the last position."""
+    return tl.load(windows.draft_BK + batch_row * (width - 1) + j, j + 1 < width, -1)
+
+
+@triton.jit
+def is_used(windows, batch_row, j, slot, mask):
+    """Whether a window has position j, and its slot the feature of the mask."""
+    has_feature = (tl.load(mask.features_S + slot) & mask.bit) != 0
+    return has_feature & (j < tl.load(windows.width_B + batch_row))
 
 
 @triton.jit

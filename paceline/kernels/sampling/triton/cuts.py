@@ -26,17 +26,19 @@ from paceline.kernels.sampling.reference import SlotKnobs
 from paceline.kernels.sampling.triton.chunks import (
     MOST_ROWS,
     NUM_WARPS,
+    Logits,
     Split,
     best_of,
     is_last,
     logits_row,
+    row_at,
     sharpness,
     tickets,
 )
 from paceline.kernels.sampling.triton.guess import guess
 
 # What is known of a row.
-SETTLED = tl.constexpr(0)  # nobody looks, or greedy, or broken: its token stands
+SETTLED = tl.constexpr(0)  # unused, greedy or broken: its token is final
 CUT = tl.constexpr(1)  # its threshold
 OPEN = tl.constexpr(2)  # values around its threshold
 
@@ -99,14 +101,11 @@ def begin_cuts(logits_NV: Tensor, windows: WindowRows, knobs: SlotKnobs) -> Cuts
     """The best token of each row, whether it is unusable, and two values around its threshold."""
     num_rows, vocab_size = windows.num_positions, logits_NV.shape[1]
     assert num_rows <= MOST_ROWS
-    assert logits_NV.stride(1) == 1
     split = Split.of(vocab_size)
     cuts = Cuts.empty(num_rows, len(logits_NV), split, logits_NV.device)
     grid = (num_rows * split.num_chunks,)
+    where = (Logits.of(logits_NV), windows, windows.width, knobs, cuts)
     ticket_N = tickets(logits_NV.device)
-    rows = (windows.slot_B, windows.first_B, windows.width)
-    where = (logits_NV, logits_NV.stride(0), vocab_size, *rows)
-    filters = (knobs.temperature_S, knobs.top_k_S, knobs.top_p_S)
     sizes = {
         "CHUNK": split.chunk,
         "NUM_CHUNKS": split.num_chunks,
@@ -114,71 +113,40 @@ def begin_cuts(logits_NV: Tensor, windows: WindowRows, knobs: SlotKnobs) -> Cuts
         "TRIED": TRIED,
         "num_warps": NUM_WARPS,
     }
-    _survey_kernel[grid](
-        *(*where, windows.width_B, *filters, knobs.min_p_S, ticket_N),
-        *(cuts.token_N, cuts.bad_N.view(torch.int8), cuts.state_N, cuts.best_N),
-        *(cuts.threshold_N, cuts.mass_N, cuts.tried_NG, cuts.num_gathered_N),
-        *(cuts.part_value_NC, cuts.part_index_NC, cuts.part_mass_NC),
-        **sizes,
-    )
+    _survey_kernel[grid](*where, ticket_N, **sizes)
     if split.num_chunks > 1:
         _guess_kernel[(num_rows,)](
-            *(*where, *filters, cuts.state_N, cuts.best_N, cuts.mass_N, cuts.tried_NG),
-            SAMPLED=_SAMPLED,
-            GRID=_GRID,
-            TRIED=TRIED,
-            num_warps=NUM_WARPS,
+            *where, SAMPLED=_SAMPLED, GRID=_GRID, TRIED=TRIED, num_warps=NUM_WARPS
         )
-    _weigh_kernel[grid](
-        *(*where, *filters, ticket_N, cuts.state_N, cuts.best_N, cuts.tried_NG),
-        *(cuts.count_NCG, cuts.mass_NCG, cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
-        **sizes,
-    )
+    _weigh_kernel[grid](*where, ticket_N, **sizes)
     return cuts
 
 
 @triton.jit(do_not_specialize=["width"])
 def _survey_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
+    logits,
+    windows,
     width,
-    width_B,
-    temperature_S,
-    top_k_S,
-    top_p_S,
-    min_p_S,
+    knobs,
+    cuts,
     ticket_N,
-    token_N,
-    bad_N,
-    state_N,
-    best_N,
-    threshold_N,
-    mass_N,
-    tried_NG,
-    num_gathered_N,
-    part_value_NC,
-    part_index_NC,
-    part_mass_NC,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     TRIED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    if row % width >= tl.load(width_B + row // width):
+    if row % width >= tl.load(windows.width_B + row // width):
         if chunk == 0:
-            tl.store(state_N + row, SETTLED)
+            tl.store(cuts.state_N + row, SETTLED)
         return
-    slot = tl.load(slot_B + row // width)
-    at_logits = logits_row(first_B, row, width)
+    slot = tl.load(windows.slot_B + row // width)
+    at_logits = logits_row(windows, row, width)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_V = logits_NV + at_logits.to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    temperature, min_p = tl.load(temperature_S + slot), tl.load(min_p_S + slot)
-    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
+    is_token = place < logits.vocab_size
+    logit = tl.load(row_at(logits, at_logits) + place, is_token, float("-inf")).to(tl.float32)
+    temperature, min_p = tl.load(knobs.temperature_S + slot), tl.load(knobs.min_p_S + slot)
+    top_k, top_p = tl.load(knobs.top_k_S + slot), tl.load(knobs.top_p_S + slot)
     sharp = sharpness(tl.maximum(temperature, 1e-20))
     logit = tl.where(logit == logit, logit, float("inf"))
     best, token = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -188,65 +156,57 @@ def _survey_kernel(  # noqa: PLR0913
     mass = tl.sum(tl.exp2((logit - base) * sharp))
     part = row * NUM_CHUNKS + chunk
     if NUM_CHUNKS > 1:
-        tl.store(part_value_NC + part, best)
-        tl.store(part_index_NC + part, token)
-        tl.store(part_mass_NC + part, mass)
+        tl.store(cuts.part_value_NC + part, best)
+        tl.store(cuts.part_index_NC + part, token)
+        tl.store(cuts.part_mass_NC + part, mass)
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
             parts = tl.arange(0, PARTS)
             at, is_part = row * NUM_CHUNKS + parts, parts < NUM_CHUNKS
-            values = tl.load(part_value_NC + at, is_part, float("-inf"), cache_modifier=".cg")
-            indices = tl.load(part_index_NC + at, is_part, 0, cache_modifier=".cg")
-            masses = tl.load(part_mass_NC + at, is_part, 0.0, cache_modifier=".cg")
+            values = tl.load(cuts.part_value_NC + at, is_part, float("-inf"), cache_modifier=".cg")
+            indices = tl.load(cuts.part_index_NC + at, is_part, 0, cache_modifier=".cg")
+            masses = tl.load(cuts.part_mass_NC + at, is_part, 0.0, cache_modifier=".cg")
             best, token = best_of(values, indices)
             masses = tl.where(values > float("-inf"), masses, 0.0)
             mass = tl.sum(masses * tl.exp2((values - best) * sharp))
         is_bad = (best == float("inf")) | (best == float("-inf"))
         is_drawn = (temperature > 0) & (is_bad == 0)
-        is_open = (top_k > 0) & (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
+        is_open = (top_k > 0) & (top_k < logits.vocab_size) | (top_p < 1) | (min_p > 0)
         # A threshold must never pass the best token, whatever rounding did.
         low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-37)), best)
         low = tl.where(min_p > 0, low, float("-inf"))
         state = tl.where(is_drawn, tl.where(is_open, OPEN, CUT), SETTLED)
-        tl.store(token_N + at_logits, token)
-        tl.store(bad_N + at_logits, is_bad.to(tl.int8))
-        tl.store(best_N + row, best)
-        tl.store(state_N + row, state)
-        tl.store(threshold_N + row, low)
-        tl.store(mass_N + row, mass)
-        tl.store(tried_NG + row * TRIED, low)
-        tl.store(num_gathered_N + row, 0)
+        tl.store(cuts.token_N + at_logits, token)
+        tl.store(cuts.bad_N + at_logits, is_bad)
+        tl.store(cuts.best_N + row, best)
+        tl.store(cuts.state_N + row, state)
+        tl.store(cuts.threshold_N + row, low)
+        tl.store(cuts.mass_N + row, mass)
+        tl.store(cuts.tried_NG + row * TRIED, low)
+        tl.store(cuts.num_gathered_N + row, 0)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _guess_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
+def _guess_kernel(
+    logits,
+    windows,
     width,
-    temperature_S,
-    top_k_S,
-    top_p_S,
-    state_N,
-    best_N,
-    mass_N,
-    tried_NG,
+    knobs,
+    cuts,
     SAMPLED: tl.constexpr,
     GRID: tl.constexpr,
     TRIED: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if tl.load(state_N + row) != OPEN:
+    if tl.load(cuts.state_N + row) != OPEN:
         return
-    slot = tl.load(slot_B + row // width)
-    best, total = tl.load(best_N + row), tl.load(mass_N + row)
-    tried_G = tried_NG + row * TRIED
+    slot = tl.load(windows.slot_B + row // width)
+    best, total = tl.load(cuts.best_N + row), tl.load(cuts.mass_N + row)
+    tried_G = cuts.tried_NG + row * TRIED
     values = guess(
-        *(logits_NV + logits_row(first_B, row, width).to(tl.int64) * row_stride, vocab_size),
-        *(best, sharpness(tl.load(temperature_S + slot)), total, tl.load(tried_G)),
-        *(tl.load(top_k_S + slot), tl.load(top_p_S + slot)),
+        *(row_at(logits, logits_row(windows, row, width)), logits.vocab_size),
+        *(best, sharpness(tl.load(knobs.temperature_S + slot)), total, tl.load(tried_G)),
+        *(tl.load(knobs.top_k_S + slot), tl.load(knobs.top_p_S + slot)),
         *(SAMPLED, GRID, TRIED),
     )
     tl.store(tried_G + tl.arange(0, TRIED), values)
@@ -254,52 +214,41 @@ def _guess_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["width"])
 def _weigh_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
+    logits,
+    windows,
     width,
-    temperature_S,
-    top_k_S,
-    top_p_S,
+    knobs,
+    cuts,
     ticket_N,
-    state_N,
-    best_N,
-    tried_NG,
-    count_NCG,
-    mass_NCG,
-    bracket_N4,
-    bracket_mass_N4,
-    above_N,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     TRIED: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    if tl.load(state_N + row) != OPEN:
+    if tl.load(cuts.state_N + row) != OPEN:
         return
-    slot = tl.load(slot_B + row // width)
+    slot = tl.load(windows.slot_B + row // width)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = place < vocab_size
-    logits_V = logits_NV + logits_row(first_B, row, width).to(tl.int64) * row_stride
+    inside = place < logits.vocab_size
+    logits_V = row_at(logits, logits_row(windows, row, width))
     logit = tl.load(logits_V + place, inside, other=float("-inf")).to(tl.float32)
-    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
-    sharp = sharpness(tl.load(temperature_S + slot))
-    weight = tl.exp2((logit - tl.load(best_N + row)) * sharp)
-    is_limited = (top_k > 0) & (top_k < vocab_size)
+    top_k, top_p = tl.load(knobs.top_k_S + slot), tl.load(knobs.top_p_S + slot)
+    sharp = sharpness(tl.load(knobs.temperature_S + slot))
+    weight = tl.exp2((logit - tl.load(cuts.best_N + row)) * sharp)
+    is_limited = (top_k > 0) & (top_k < logits.vocab_size)
     # A row of one chunk was not guessed at; one with both cuts was for both.
     num_tried = tl.where(is_limited & (top_p < 1), TRIED, TRIED // 2)
     num_tried = tl.where(NUM_CHUNKS > 1, num_tried, 1)
     part = (row * NUM_CHUNKS + chunk) * TRIED
+    tried_G = cuts.tried_NG + row * TRIED
     g = 0
     while g < num_tried:
-        value = tl.load(tried_NG + row * TRIED + g)
-        tl.store(mass_NCG + part + g, tl.sum(weight * tl.where(logit >= value, 1.0, 0.0)))
+        value = tl.load(tried_G + g)
+        tl.store(cuts.mass_NCG + part + g, tl.sum(weight * tl.where(logit >= value, 1.0, 0.0)))
         if is_limited:
             is_above = inside & (logit >= value)
-            tl.store(count_NCG + part + g, tl.sum(is_above.to(tl.int32)))
+            tl.store(cuts.count_NCG + part + g, tl.sum(is_above.to(tl.int32)))
         g += 1
     if is_last(ticket_N, row, NUM_CHUNKS):
         tl.debug_barrier()
@@ -307,30 +256,17 @@ def _weigh_kernel(  # noqa: PLR0913
         parts = tl.arange(0, PARTS)[:, None]
         at = (row * NUM_CHUNKS + parts) * TRIED + tried[None, :]
         is_part = (parts < NUM_CHUNKS) & (tried[None, :] < num_tried)
-        # Counts that nobody needed were not stored, and nobody looks at them.
-        count = tl.sum(tl.load(count_NCG + at, is_part, other=0, cache_modifier=".cg"), 0)
-        masses = tl.load(mass_NCG + at, is_part, other=0.0, cache_modifier=".cg")
+        # Counts are stored only where top_k limits the row, and read only there.
+        count = tl.sum(tl.load(cuts.count_NCG + at, is_part, other=0, cache_modifier=".cg"), 0)
+        masses = tl.load(cuts.mass_NCG + at, is_part, other=0.0, cache_modifier=".cg")
         mass = tl.sum(masses.to(tl.float64), 0)
-        values = tl.load(tried_NG + row * TRIED + tried, tried < num_tried, other=float("inf"))
-        _enclose(
-            *(values, count, mass, tl.where(is_limited, top_k, 0), top_p.to(tl.float64)),
-            *(bracket_N4 + row * 4, bracket_mass_N4 + row * 4, above_N + row),
-            TRIED,
-        )
+        values = tl.load(tried_G + tried, tried < num_tried, other=float("inf"))
+        top_k = tl.where(is_limited, top_k, 0)
+        _enclose(cuts, row, values, count, mass, top_k, top_p.to(tl.float64), TRIED)
 
 
 @triton.jit
-def _enclose(  # noqa: PLR0913
-    value,
-    count,
-    mass,
-    top_k,
-    top_p,
-    bracket_4,
-    bracket_mass_4,
-    above_1,
-    TRIED: tl.constexpr,
-):
+def _enclose(cuts, row, value, count, mass, top_k, top_p, TRIED: tl.constexpr):
     """Of the values tried: the last that keeps enough and the first that does not, for both cuts.
 
     A bracket whose two ends are equal is empty: its cut is known.
@@ -346,7 +282,7 @@ def _enclose(  # noqa: PLR0913
     mass_low_k = tl.where(is_limited, mass_low_k, mass_low)
     mass_high_k = tl.max(tl.where(covers, 0.0, mass))
     mass_high_k = tl.where(is_limited, mass_high_k, mass_low)
-    tl.store(above_1, tl.max(tl.where(covers, 0, count)))
+    tl.store(cuts.above_N + row, tl.max(tl.where(covers, 0, count)))
     # The mass that top_p takes its share of lies between those at the ends of top_k's bracket.
     is_nucleus = top_p < 1
     covers = mass >= top_p * mass_low_k
@@ -355,6 +291,7 @@ def _enclose(  # noqa: PLR0913
     fails = mass < top_p * mass_high_k
     high_p = tl.where(is_nucleus, tl.min(tl.where(fails, value, float("inf"))), low)
     mass_high_p = tl.max(tl.where(fails, mass, 0.0))
+    bracket_4, bracket_mass_4 = cuts.bracket_N4 + row * 4, cuts.bracket_mass_N4 + row * 4
     tl.store(bracket_4, low_k)
     tl.store(bracket_4 + 1, high_k)
     tl.store(bracket_4 + 2, low_p)

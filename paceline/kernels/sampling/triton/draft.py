@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.rng.triton import DRAFT, stream_key
+from paceline.kernels.rng.triton import DRAFT, PER_DRAFT, stream_key
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling.reference import SlotKnobs
 from paceline.kernels.sampling.triton.chunks import (
     MOST_ROWS,
     NUM_WARPS,
+    Logits,
     Split,
     best_part,
     is_last,
     kept_tensor,
+    row_at,
     sharpness,
     tickets,
 )
@@ -48,11 +50,9 @@ def draft(
     num_rows, vocab_size = logits_BV.shape
     split = Split.of(vocab_size)
     _draft_kernel[(num_rows * split.num_chunks,)](
-        *(logits_BV, logits_BV.stride(0), vocab_size, slot_B, position_B),
-        *(knobs.temperature_S, knobs.seed_S2, knobs.seed_S2.stride(0), tickets(logits_BV.device)),
-        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N, cuts.token_N),
-        *(cuts.bad_N.view(torch.int8), cuts.part_value_NC, cuts.part_index_NC),
-        *(prob_SKV[:, j], prob_SKV.stride(0)),
+        *(Logits.of(logits_BV), slot_B, position_B, knobs, cuts),
+        *(prob_SKV[:, j], prob_SKV.stride(0), knobs.seed_S2.stride(0), tickets(logits_BV.device)),
+        j,
         CHUNK=split.chunk,
         NUM_CHUNKS=split.num_chunks,
         PARTS=split.parts,
@@ -68,61 +68,54 @@ def _single_windows(device: torch.device) -> tuple[Tensor, Tensor]:
     return (one_B.cumsum(0) - 1).to(torch.int32), one_B
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["j"])
 def _draft_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
+    logits,
     slot_B,
     position_B,
-    temperature_S,
-    seed_S2,
-    seed_stride,
-    ticket_N,
-    state_N,
-    best_N,
-    threshold_N,
-    mass_N,
-    token_N,
-    bad_N,
-    part_value_NC,
-    part_index_NC,
+    knobs,
+    cuts,
     prob_SV,
     prob_stride,
+    seed_stride,
+    ticket_N,
+    j,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
     slot = tl.load(slot_B + row)
-    temperature = tl.load(temperature_S + slot)
+    temperature = tl.load(knobs.temperature_S + slot)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
+    is_inside = place < logits.vocab_size
     prob_V = prob_SV + slot.to(tl.int64) * prob_stride
-    if tl.load(state_N + row) == SETTLED:
+    if tl.load(cuts.state_N + row) == SETTLED:
         # A broken row proposes its argmax for certain: verification needs its q to say so.
-        if (tl.load(bad_N + row) != 0) & (temperature > 0):
-            is_token = place == tl.load(token_N + row)
-            tl.store(prob_V + place, is_token.to(tl.float32), place < vocab_size)
+        if (tl.load(cuts.bad_N + row) != 0) & (temperature > 0):
+            is_token = place == tl.load(cuts.token_N + row)
+            tl.store(prob_V + place, is_token.to(tl.float32), is_inside)
         return
-    threshold = tl.load(threshold_N + row)
-    logits_V = logits_NV + row.to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
-    weight = tl.exp2((logit - tl.load(best_N + row)) * sharpness(temperature))
-    prob = tl.where(logit >= threshold, weight / tl.load(mass_N + row), 0.0)
-    tl.store(prob_V + place, prob, place < vocab_size)
-    start = chunk * CHUNK
+    threshold = tl.load(cuts.threshold_N + row)
+    logits_V = row_at(logits, row)
+    logit = tl.load(logits_V + place, is_inside, other=float("-inf")).to(tl.float32)
+    weight = tl.exp2((logit - tl.load(cuts.best_N + row)) * sharpness(temperature))
+    prob = tl.where(logit >= threshold, weight / tl.load(cuts.mass_N + row), 0.0)
+    tl.store(prob_V + place, prob, is_inside)
+    start, above = chunk * CHUNK, float("-inf")
     score, token = float("-inf"), start
     # Most chunks of a peaked row keep nothing, and noise is what costs.
     if tl.max(logit, 0) >= threshold:
-        position = tl.load(position_B + row)
-        seed = seed_S2 + slot * seed_stride
-        key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), position, DRAFT)
+        start_position, domain = tl.load(position_B + row) - j, DRAFT + j * PER_DRAFT
+        seed = knobs.seed_S2 + slot * seed_stride
+        key_1, key_2 = stream_key(tl.load(seed), tl.load(seed + 1), start_position, domain)
         noise = (temperature, key_1, key_2)
-        score, token = race(logits_V, vocab_size, logit, start, threshold, float("-inf"), noise)
+        score, token = race(logits_V, logits.vocab_size, logit, start, threshold, above, noise)
     if NUM_CHUNKS > 1:
-        tl.store(part_value_NC + row * NUM_CHUNKS + chunk, score)
-        tl.store(part_index_NC + row * NUM_CHUNKS + chunk, token)
+        tl.store(cuts.part_value_NC + row * NUM_CHUNKS + chunk, score)
+        tl.store(cuts.part_index_NC + row * NUM_CHUNKS + chunk, token)
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
-            score, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
-        tl.store(token_N + row, token)
+            parts = (cuts.part_value_NC, cuts.part_index_NC)
+            score, token = best_part(*parts, row, NUM_CHUNKS, PARTS)
+        tl.store(cuts.token_N + row, token)

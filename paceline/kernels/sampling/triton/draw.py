@@ -25,12 +25,14 @@ from paceline.kernels.sampling.reference import SlotKnobs
 from paceline.kernels.sampling.triton.chunks import (
     MOST_ROWS,
     NUM_WARPS,
+    Logits,
     Split,
     best_part,
     from_ordered_bits,
     is_last,
     logits_row,
     ordered_bits,
+    row_at,
     sharpness,
     tickets,
 )
@@ -45,17 +47,14 @@ _AT_ONCE = tl.constexpr(4)  # chunks of a walk: one program waits for memory mos
 def greedy(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits_NV.shape
     assert num_rows <= MOST_ROWS
-    assert logits_NV.stride(1) == 1
     split = Split.of(vocab_size)
-    device = logits_NV.device
-    token_N = torch.empty(num_rows, dtype=torch.int32, device=device)
-    bad_N = torch.empty(num_rows, dtype=torch.bool, device=device)
-    part_value_NC = torch.empty(num_rows, split.num_chunks, dtype=torch.float32, device=device)
-    part_index_NC = torch.empty(num_rows, split.num_chunks, dtype=torch.int32, device=device)
+    token_N, bad_N = _outputs(logits_NV)
+    part_value_NC = _of_chunks(num_rows, split, logits_NV)
+    part_index_NC = torch.empty_like(part_value_NC, dtype=torch.int32)
     if num_rows:
         _greedy_kernel[(num_rows * split.num_chunks,)](
-            *(logits_NV, logits_NV.stride(0), vocab_size, tickets(device)),
-            *(token_N, bad_N.view(torch.int8), part_value_NC, part_index_NC),
+            *(Logits.of(logits_NV), tickets(logits_NV.device)),
+            *(token_N, bad_N, part_value_NC, part_index_NC),
             CHUNK=split.chunk,
             NUM_CHUNKS=split.num_chunks,
             PARTS=split.parts,
@@ -68,26 +67,20 @@ def draw(
     logits_NV: Tensor, windows: WindowRows, knobs: SlotKnobs, ok_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Every window position is drawn, whatever is accepted before it."""
-    num_rows, vocab_size = windows.num_positions, logits_NV.shape[1]
-    assert logits_NV.stride(1) == 1
-    split = Split.of(vocab_size)
-    device = logits_NV.device
-    best_NC = torch.empty(num_rows, split.num_chunks, dtype=torch.float32, device=device)
-    bound_NC = torch.empty_like(best_NC)
-    token_N = torch.empty(len(logits_NV), dtype=torch.int32, device=device)
-    bad_N = torch.empty(len(logits_NV), dtype=torch.bool, device=device)
-    rows = (windows.slot_B, windows.first_B, windows.length_B, windows.width_B)
-    where = (logits_NV, logits_NV.stride(0), vocab_size, *rows)
-    noise = (windows.width, knobs.temperature_S, knobs.seed_S2, knobs.seed_S2.stride(0))
+    num_rows = windows.num_positions
+    split = Split.of(logits_NV.shape[1])
+    best_NC = _of_chunks(num_rows, split, logits_NV)
+    parts = (best_NC, torch.empty_like(best_NC))
+    token_N, bad_N = _outputs(logits_NV)
+    where = (Logits.of(logits_NV), windows, windows.width, knobs, knobs.seed_S2.stride(0))
     _survey_kernel[(num_rows * split.num_chunks,)](
-        *(*where, *noise, best_NC, bound_NC),
+        *(*where, parts),
         CHUNK=split.chunk,
         NUM_CHUNKS=split.num_chunks,
         num_warps=_SURVEYING_WARPS,
     )
     _settle_kernel[(num_rows,)](
-        *(*where, *noise, knobs.top_k_S, knobs.top_p_S, knobs.min_p_S),
-        *(best_NC, bound_NC, token_N, bad_N.view(torch.int8)),
+        *(*where, parts, token_N, bad_N),
         CHUNK=split.chunk,
         NUM_CHUNKS=split.num_chunks,
         PARTS=split.parts,
@@ -97,11 +90,19 @@ def draw(
     return token_N, bad_N
 
 
+def _outputs(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row, and whether the row is unusable."""
+    token_N = torch.empty(len(logits_NV), dtype=torch.int32, device=logits_NV.device)
+    return token_N, torch.empty_like(token_N, dtype=torch.bool)
+
+
+def _of_chunks(num_rows: int, split: Split, like: Tensor) -> Tensor:
+    return torch.empty(num_rows, split.num_chunks, dtype=torch.float32, device=like.device)
+
+
 @triton.jit
 def _greedy_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
+    logits,
     ticket_N,
     token_N,
     bad_N,
@@ -112,9 +113,7 @@ def _greedy_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr,
 ):
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_V = logits_NV + row.to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    logit = _chunk_logits(row_at(logits, row), logits.vocab_size, chunk, CHUNK)
     logit = tl.where(logit == logit, logit, float("inf"))
     best, token = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     token += chunk * CHUNK
@@ -124,42 +123,35 @@ def _greedy_kernel(  # noqa: PLR0913
     if is_last(ticket_N, row, NUM_CHUNKS):
         if NUM_CHUNKS > 1:
             best, token = best_part(part_value_NC, part_index_NC, row, NUM_CHUNKS, PARTS)
-        is_bad = (best == float("inf")) | (best == float("-inf"))
         tl.store(token_N + row, token)
-        tl.store(bad_N + row, is_bad.to(tl.int8))
+        tl.store(bad_N + row, (best == float("inf")) | (best == float("-inf")))
 
 
 @triton.jit(do_not_specialize=["width"])
-def _survey_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
-    length_B,
-    width_B,
+def _survey_kernel(
+    logits,
+    windows,
     width,
-    temperature_S,
-    seed_S2,
+    knobs,
     seed_stride,
-    best_NC,
-    bound_NC,
+    parts,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
 ):
+    best_NC, bound_NC = parts
     row, chunk = tl.program_id(0) // NUM_CHUNKS, tl.program_id(0) % NUM_CHUNKS
-    if row % width >= tl.load(width_B + row // width):
+    if row % width >= tl.load(windows.width_B + row // width):
         return
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits_V = logits_NV + logits_row(first_B, row, width).to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    logits_V = row_at(logits, logits_row(windows, row, width))
+    logit = _chunk_logits(logits_V, logits.vocab_size, chunk, CHUNK)
     logit = tl.where(logit == logit, logit, float("inf"))
     best = tl.max(logit)
     tl.store(best_NC + row * NUM_CHUNKS + chunk, best)
-    slot = tl.load(slot_B + row // width)
-    temperature = tl.load(temperature_S + slot)
+    slot = tl.load(windows.slot_B + row // width)
+    temperature = tl.load(knobs.temperature_S + slot)
     if temperature > 0:
-        key_1, key_2 = _key(length_B, seed_S2 + slot * seed_stride, row, width)
+        key_1, key_2 = _key(windows, knobs, seed_stride, slot, row, width)
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
         bound = tl.max(score_bound(logit, temperature, key_1, key_2, place))
         # A chunk that has any token to choose is looked at, however low its logits are.
         bound = tl.where(best > float("-inf"), tl.maximum(bound, -1e38), float("-inf"))
@@ -168,22 +160,12 @@ def _survey_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["width"])
 def _settle_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
-    length_B,
-    width_B,
+    logits,
+    windows,
     width,
-    temperature_S,
-    seed_S2,
+    knobs,
     seed_stride,
-    top_k_S,
-    top_p_S,
-    min_p_S,
-    best_NC,
-    bound_NC,
+    parts,
     token_N,
     bad_N,
     CHUNK: tl.constexpr,
@@ -191,19 +173,20 @@ def _settle_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr,
     WALKED: tl.constexpr,
 ):
+    best_NC, bound_NC = parts
     row = tl.program_id(0)
-    if row % width >= tl.load(width_B + row // width):
+    if row % width >= tl.load(windows.width_B + row // width):
         return
-    slot = tl.load(slot_B + row // width)
-    temperature = tl.load(temperature_S + slot)
-    at_logits = logits_row(first_B, row, width)
-    logits_V = logits_NV + at_logits.to(tl.int64) * row_stride
+    slot = tl.load(windows.slot_B + row // width)
+    temperature = tl.load(knobs.temperature_S + slot)
+    at_logits = logits_row(windows, row, width)
+    logits_V, vocab_size = row_at(logits, at_logits), logits.vocab_size
     chunk = tl.arange(0, PARTS)
     at, is_chunk = row * NUM_CHUNKS + chunk, chunk < NUM_CHUNKS
     best_C = tl.load(best_NC + at, is_chunk, other=float("-inf"))
     best, first = tl.max(best_C, 0, return_indices=True, return_indices_tie_break_left=True)
     is_bad = (best == float("inf")) | (best == float("-inf"))
-    tl.store(bad_N + at_logits, is_bad.to(tl.int8))
+    tl.store(bad_N + at_logits, is_bad)
     if is_bad | (temperature == 0):
         logit = _chunk_logits(logits_V, vocab_size, first, CHUNK)
         logit = tl.where(logit == logit, logit, float("inf"))
@@ -211,10 +194,10 @@ def _settle_kernel(  # noqa: PLR0913
         tl.store(token_N + at_logits, first * CHUNK + spot)
         return
     bound_C = tl.load(bound_NC + at, is_chunk, other=float("-inf"))
-    key_1, key_2 = _key(length_B, seed_S2 + slot * seed_stride, row, width)
-    top_k, top_p = tl.load(top_k_S + slot), tl.load(top_p_S + slot)
+    key_1, key_2 = _key(windows, knobs, seed_stride, slot, row, width)
+    top_k, top_p = tl.load(knobs.top_k_S + slot), tl.load(knobs.top_p_S + slot)
     top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    min_p = tl.load(min_p_S + slot)
+    min_p = tl.load(knobs.min_p_S + slot)
     # A threshold must never pass the best token, whatever rounding did.
     low = tl.minimum(best + temperature * tl.log(tl.maximum(min_p, 1e-37)), best)
     low = tl.where(min_p > 0, low, float("-inf"))
@@ -236,8 +219,9 @@ def _settle_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _key(length_B, seed_2, row, width):
-    position = tl.load(length_B + row // width) + row % width
+def _key(windows, knobs, seed_stride, slot, row, width):
+    seed_2 = knobs.seed_S2 + slot * seed_stride
+    position = tl.load(windows.length_B + row // width) + row % width
     return stream_key(tl.load(seed_2), tl.load(seed_2 + 1), position, SAMPLE)
 
 

@@ -2,7 +2,7 @@
 
 Device functions only. E is at least u, the uniform number it is made of, so logit / T - log u
 bounds the score from above, and for small u, which win, it is almost the score itself. The two
-precise logarithms are for the block's best bound, and for whoever else comes near it.
+precise logarithms are for the block's best bound, and for tokens that come near it.
 """
 
 from __future__ import annotations

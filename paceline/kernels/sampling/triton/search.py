@@ -16,9 +16,11 @@ from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling.reference import SlotKnobs
 from paceline.kernels.sampling.triton.chunks import (
     NUM_WARPS,
+    Logits,
     from_ordered_bits,
     logits_row,
     ordered_bits,
+    row_at,
     sharpness,
 )
 from paceline.kernels.sampling.triton.cuts import CUT, OPEN, Cuts
@@ -36,22 +38,16 @@ def finish_cuts(logits_NV: Tensor, windows: WindowRows, knobs: SlotKnobs, cuts: 
     gathered = cuts.gathered_NL.shape[1]
     step = min(_STEP, triton.next_power_of_2(vocab_size))
     num_steps = triton.cdiv(vocab_size, step)
+    logits = Logits.of(logits_NV)
     _gather_kernel[(num_rows * num_steps,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size, windows.first_B, windows.width),
-        *(cuts.state_N, cuts.bracket_N4),
-        *(cuts.gathered_NL, cuts.num_gathered_N),
+        *(logits, windows, windows.width, cuts),
         STEP=step,
         NUM_STEPS=num_steps,
         GATHERED=gathered,
         num_warps=NUM_WARPS,
     )
     _search_kernel[(num_rows,)](
-        *(logits_NV, logits_NV.stride(0), vocab_size),
-        *(windows.slot_B, windows.first_B, windows.width),
-        *(knobs.temperature_S, knobs.top_k_S, knobs.top_p_S),
-        *(cuts.state_N, cuts.best_N, cuts.threshold_N, cuts.mass_N),
-        *(cuts.bracket_N4, cuts.bracket_mass_N4, cuts.above_N),
-        *(cuts.gathered_NL, cuts.num_gathered_N),
+        *(logits, windows, windows.width, knobs, cuts),
         GATHERED=gathered,
         WALKED=min(WALKED, step),
         num_warps=NUM_WARPS,
@@ -59,86 +55,63 @@ def finish_cuts(logits_NV: Tensor, windows: WindowRows, knobs: SlotKnobs, cuts: 
 
 
 @triton.jit(do_not_specialize=["width"])
-def _gather_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    first_B,
+def _gather_kernel(
+    logits,
+    windows,
     width,
-    state_N,
-    bracket_N4,
-    gathered_NL,
-    num_gathered_N,
+    cuts,
     STEP: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     GATHERED: tl.constexpr,
 ):
     row, step = tl.program_id(0) // NUM_STEPS, tl.program_id(0) % NUM_STEPS
-    if tl.load(state_N + row) != OPEN:
+    if tl.load(cuts.state_N + row) != OPEN:
         return
-    low_k, high_k = tl.load(bracket_N4 + row * 4), tl.load(bracket_N4 + row * 4 + 1)
-    low_p, high_p = tl.load(bracket_N4 + row * 4 + 2), tl.load(bracket_N4 + row * 4 + 3)
+    bracket_4 = cuts.bracket_N4 + row * 4
+    low_k, high_k = tl.load(bracket_4), tl.load(bracket_4 + 1)
+    low_p, high_p = tl.load(bracket_4 + 2), tl.load(bracket_4 + 3)
     place = step * STEP + tl.arange(0, STEP)
-    logits_V = logits_NV + logits_row(first_B, row, width).to(tl.int64) * row_stride
-    logit = tl.load(logits_V + place, place < vocab_size, other=float("-inf")).to(tl.float32)
+    logits_V = row_at(logits, logits_row(windows, row, width))
+    logit = tl.load(logits_V + place, place < logits.vocab_size, float("-inf")).to(tl.float32)
     enclosed = ((logit > low_k) & (logit < high_k)) | ((logit > low_p) & (logit < high_p))
     counts = enclosed.to(tl.int32)
     num_enclosed = tl.sum(counts)
     if num_enclosed > 0:
-        start = tl.atomic_add(num_gathered_N + row, num_enclosed, sem="relaxed")
+        start = tl.atomic_add(cuts.num_gathered_N + row, num_enclosed, sem="relaxed")
         at = start + tl.cumsum(counts, 0) - 1
-        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        gathered_L = cuts.gathered_NL + row.to(tl.int64) * GATHERED
         tl.store(gathered_L + at, logit, enclosed & (at < GATHERED))
 
 
 @triton.jit(do_not_specialize=["width"])
-def _search_kernel(  # noqa: PLR0913
-    logits_NV,
-    row_stride,
-    vocab_size,
-    slot_B,
-    first_B,
-    width,
-    temperature_S,
-    top_k_S,
-    top_p_S,
-    state_N,
-    best_N,
-    threshold_N,
-    mass_N,
-    bracket_N4,
-    bracket_mass_N4,
-    above_N,
-    gathered_NL,
-    num_gathered_N,
-    GATHERED: tl.constexpr,
-    WALKED: tl.constexpr,
+def _search_kernel(
+    logits, windows, width, knobs, cuts, GATHERED: tl.constexpr, WALKED: tl.constexpr
 ):
     row = tl.program_id(0)
-    if tl.load(state_N + row) != OPEN:
+    if tl.load(cuts.state_N + row) != OPEN:
         return
-    slot = tl.load(slot_B + row // width)
-    temperature, best = tl.load(temperature_S + slot), tl.load(best_N + row)
+    slot = tl.load(windows.slot_B + row // width)
+    temperature, best = tl.load(knobs.temperature_S + slot), tl.load(cuts.best_N + row)
     sharp = sharpness(temperature)
-    top_p = tl.load(top_p_S + slot).to(tl.float64)
-    missing = tl.load(top_k_S + slot) - tl.load(above_N + row)
-    bracket_4, mass_4 = bracket_N4 + row * 4, bracket_mass_N4 + row * 4
+    top_p = tl.load(knobs.top_p_S + slot).to(tl.float64)
+    missing = tl.load(knobs.top_k_S + slot) - tl.load(cuts.above_N + row)
+    bracket_4, mass_4 = cuts.bracket_N4 + row * 4, cuts.bracket_mass_N4 + row * 4
     low_k, high_k = tl.load(bracket_4), tl.load(bracket_4 + 1)
     ends = (low_k, high_k, tl.load(bracket_4 + 2), tl.load(bracket_4 + 3))
-    num_gathered = tl.load(num_gathered_N + row)
-    logits_V = logits_NV + logits_row(first_B, row, width).to(tl.int64) * row_stride
+    num_gathered = tl.load(cuts.num_gathered_N + row)
+    logits_V = row_at(logits, logits_row(windows, row, width))
     if num_gathered <= GATHERED:
         at = tl.arange(0, GATHERED)
-        gathered_L = gathered_NL + row.to(tl.int64) * GATHERED
+        gathered_L = cuts.gathered_NL + row.to(tl.int64) * GATHERED
         logit = tl.load(gathered_L + at, at < num_gathered, other=float("-inf"))
         gathered = (logit, _whole(tl.exp2((logit - best) * sharp)))
         threshold, mass = _cut(gathered, ends, mass_4, missing, top_p, 0)
     else:
-        walked = (logits_V, vocab_size, best, sharp)
+        walked = (logits_V, logits.vocab_size, best, sharp)
         threshold, mass = _cut(walked, ends, mass_4, missing, top_p, WALKED)
-    tl.store(threshold_N + row, threshold)
-    tl.store(mass_N + row, mass.to(tl.float32))
-    tl.store(state_N + row, CUT)
+    tl.store(cuts.threshold_N + row, threshold)
+    tl.store(cuts.mass_N + row, mass.to(tl.float32))
+    tl.store(cuts.state_N + row, CUT)
 
 
 @triton.jit
