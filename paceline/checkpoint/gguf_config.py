@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
+# Served from safetensors only.
+_HYBRID = ("qwen35", "qwen35moe", "qwen3next")
 # Metadata that would change the results and that Paceline does not compute, with neutral values.
 _NEUTRAL = {
     "expert_count": 0,
@@ -36,6 +38,11 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 def architecture_of(file: GgufFile) -> str:
     name = file.get("general.architecture")
+    if name in _HYBRID:
+        raise CheckpointError(
+            f"{file.path}: GGUF files of {name!r} are not supported, because converters reorder "
+            "its recurrent layers; use the original safetensors checkpoint."
+        )
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: GGUF architecture {name!r} is not supported; supported are "

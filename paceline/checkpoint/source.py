@@ -55,13 +55,14 @@ def locate(
         found = _from_gguf(default_model.NAME, path, load_format)
         return replace(found, generation_config=found.generation_config | default_model.SAMPLING)
     path = Path(model).expanduser()
-    if path.is_file():
+    if path.is_file() or path.is_dir():
         if revision is not None:
-            _refuse_revision(model, revision)
-        return _from_gguf(model, path, load_format)
-    if path.is_dir():
-        if revision is not None:
-            _refuse_revision(model, revision)
+            raise CheckpointError(
+                f"revision {revision!r} was given for {model}, which is on this disk; --revision "
+                "is for hub ids."
+            )
+        if path.is_file():
+            return _from_gguf(model, path, load_format)
         return _from_folder(model, path, load_format, with_weights)
     if not _HUB_ID.fullmatch(model) or model.endswith(".gguf"):
         raise CheckpointError(
@@ -88,13 +89,6 @@ def _from_hub(
             f"{repo_id} is only partly in the cache and the hub cannot be asked: {got.offline}. "
             f"{error} {hub.remedy(repo_id)}"
         ) from None
-
-
-def _refuse_revision(model: str, revision: str) -> None:
-    raise CheckpointError(
-        f"revision {revision!r} was given for {model}, which is on this disk; --revision is for "
-        "hub ids."
-    )
 
 
 def _from_gguf(name: str, path: Path, load_format: str) -> ModelFiles:
@@ -130,9 +124,19 @@ def _from_folder(name: str, folder: Path, load_format: str, with_weights: bool) 
         folder=folder,
         gguf=None,
         weight_files=_weight_files(folder, names, load_format) if with_weights else [],
-        config=read_json(folder / "config.json", optional=tokenizer_only),
+        config=_flat(read_json(folder / "config.json", optional=tokenizer_only)),
         generation_config=read_json(folder / "generation_config.json", optional=True),
     )
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text part of a model that also reads images, with the names of a model
+    for text alone. What describes the whole checkpoint stays, such as its architecture."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {k: config[k] for k in ("architectures", "quantization_config") if config.get(k)}
+    return {**config, **{k: v for k, v in text.items() if v is not None}, **whole}
 
 
 def _ggufs(names: Iterable[str]) -> list[str]:

@@ -25,6 +25,8 @@ class TokenizerConfig:
     add_bos: bool | None = None
     add_eos: bool | None = None
     templates: dict[str, str] = field(default_factory=dict)  # "default" and others by name
+    # How to read answers, in the form of transformers' `utils.chat_parsing`.
+    response_template: dict[str, Any] | None = None
     # id -> (text, special), as in tokenizer_config.json's added_tokens_decoder
     added: dict[int, tuple[str, bool]] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ def config_of_folder(folder: Path) -> TokenizerConfig:
         add_bos=config.get("add_bos_token"),
         add_eos=config.get("add_eos_token"),
         templates=_templates(folder, config),
+        response_template=_response_template(config.get("response_template")),
         added=added,
     )
 
@@ -87,6 +90,12 @@ def _content(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def _response_template(value: Any) -> dict[str, Any] | None:
+    fields = value.get("fields") if isinstance(value, dict) else None
+    is_usable = isinstance(fields, dict) and all(isinstance(f, dict) for f in fields.values())
+    return value if is_usable else None
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

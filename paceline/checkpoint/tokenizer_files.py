@@ -13,11 +13,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from paceline.checkpoint import gguf_tokenizer
 from paceline.checkpoint.gguf_file import GgufFile
 from paceline.checkpoint.source import ModelFiles
-from paceline.checkpoint.tokenizer_config import (
-    TokenizerConfig,
-    config_of_folder,
-    config_of_gguf,
-)
+from paceline.checkpoint.tokenizer_config import TokenizerConfig, config_of_folder, config_of_gguf
 from paceline.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ does, so a CUDA graph can capture it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from paceline.layers.vocab import VocabShards
 from paceline.models.decoder import Decoder
 from paceline.models.heads.base import HeadModel
 from paceline.sampling.draft import propose_tokens
-from paceline.state.pages import LayerPages
+from paceline.state.recurrent import LayerStorage
 
 
 class DraftHead(Protocol):
@@ -59,7 +60,11 @@ class AutoregressiveDrafter:
 
     head: DraftHead
     max_k: int
-    is_probabilistic: bool
+    sample_method: str = "greedy"  # the config's draft_sample_method
+
+    @property
+    def is_probabilistic(self) -> bool:
+        return self.sample_method == "probabilistic"
 
     @property
     def lookahead(self) -> int:
@@ -84,6 +89,7 @@ class AutoregressiveDrafter:
             return  # the first pass still ran, so that the head's KV has no gaps
         hidden_BD = batch.of_rows(hidden_TD)
         drafts: list[Tensor] = []
+        is_drawn = self.sample_method != "greedy"
         for j in range(step.k):
             if j:
                 inputs = step.next(j, drafts[-1], group_size, is_shifted=is_shifted)
@@ -92,7 +98,7 @@ class AutoregressiveDrafter:
                 propose_tokens(
                     head.logits(hidden_BD),
                     step.slot_B,
-                    step.position_B(j) if self.is_probabilistic else None,
+                    step.position_B(j) if is_drawn else None,
                     j,
                     step.slots,
                     draft_to_target_ids=head.draft_to_target_ids,
@@ -104,14 +110,37 @@ class AutoregressiveDrafter:
 
 @dataclass(slots=True)
 class DraftModelHead:
-    """A separate, smaller causal LM with the target's vocabulary."""
+    """A separate, smaller causal LM with the target's vocabulary, or a part of it."""
 
     model: Decoder
-    layer_pages: list[LayerPages]
+    layer_pages: Sequence[LayerStorage]
+    # Of another vocabulary. Draft ids that the target has not are masked: 0 or -inf by draft id.
+    draft_to_target_ids: Tensor | None = None
+    target_to_draft_ids: Tensor | None = None
+    mask_V: Tensor | None = None
 
     is_shifted = False
     tap_ids = ()
-    draft_to_target_ids = None
+
+    @classmethod
+    def of_other_vocabulary(
+        cls,
+        model: Decoder,
+        layer_pages: Sequence[LayerStorage],
+        pairs: Sequence[tuple[int, int]],
+        unknown_id: int,
+        sizes: tuple[int, int],
+    ) -> DraftModelHead:
+        """`pairs`: (target id, draft id) of shared tokens; the model reads others as `unknown_id`.
+        `sizes`: of the target's and the draft's vocabulary."""
+        target_P, draft_P = torch.tensor(pairs).T
+        to_draft_V = torch.full((sizes[0],), unknown_id).index_copy_(0, target_P, draft_P)
+        to_target_V = torch.zeros(sizes[1], dtype=torch.int64).index_copy_(0, draft_P, target_P)
+        mask_V = torch.full((sizes[1],), -torch.inf).index_fill_(0, draft_P, 0.0)
+        local_V = mask_V[model.vocab.start : model.vocab.stop]
+        device = model.rotation.device
+        tables = (t.to(device) for t in (to_target_V, to_draft_V, local_V))
+        return cls(model, layer_pages, *tables)
 
     @property
     def vocab(self) -> VocabShards:
@@ -122,13 +151,17 @@ class DraftModelHead:
         return self.model.spec.group_size
 
     def first(self, batch: DraftPass, target_TD: Tensor) -> Tensor:
-        return self.model.forward(batch.inputs, self.layer_pages)
+        return self.next(batch.inputs, target_TD)
 
     def next(self, inputs: ForwardInputs, hidden_BD: Tensor) -> Tensor:
+        if self.target_to_draft_ids is not None:
+            token_T = self.target_to_draft_ids.index_select(0, inputs.token_T)
+            inputs = replace(inputs, token_T=token_T.to(inputs.token_T.dtype))
         return self.model.forward(inputs, self.layer_pages)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        return self.model.logits(hidden_BD)
+        logits_BV = self.model.logits(hidden_BD)
+        return logits_BV if self.mask_V is None else logits_BV + self.mask_V
 
 
 @dataclass(slots=True)
@@ -136,7 +169,7 @@ class FeatureHead:
     """EAGLE and MTP: reads the target's features in the first pass, then its own."""
 
     model: HeadModel
-    layer_pages: list[LayerPages]
+    layer_pages: Sequence[LayerStorage]
 
     is_shifted = True
 

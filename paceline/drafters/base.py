@@ -10,7 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels.step_rows import BlockLayout
+from paceline.layers.attention import BlockPass, ForwardInputs
 from paceline.state.slots import Slots
 
 
@@ -47,7 +48,8 @@ class DraftStep(Protocol):
 
     @property
     def k(self) -> int:
-        """Drafts to propose. With 0 the first pass still runs, so that the KV has no gaps."""
+        """Drafts to propose, at most `Drafter.max_k`. With 0 the first pass still runs, so that the
+        KV has no gaps."""
 
     @property
     def is_joint(self) -> bool:
@@ -77,6 +79,13 @@ class DraftStep(Protocol):
         Entries past max_model_len write no KV, and their drafts are not stored.
         """
 
+    def block(self, group_size: int, layout: BlockLayout) -> BlockPass:
+        """The target's committed entries, and a block for each drafting row; with k = 0 no blocks.
+
+        Entries at max_model_len and beyond are left out of a block; they write no KV. Rejected
+        drafts write none either: their positions belong to the block.
+        """
+
     def position_B(self, j: int) -> Tensor:
         """The position of draft j in the sequence."""
 
@@ -94,7 +103,9 @@ class Drafter(Protocol):
     def lookahead(self) -> int: ...
 
     @property
-    def is_probabilistic(self) -> bool: ...
+    def is_probabilistic(self) -> bool:
+        """Whether drafts are verified by rejection sampling, which needs what they were drawn from.
+        Other drafts are accepted if they equal the target's own draw."""
 
     @property
     def reads_features(self) -> bool:

@@ -16,6 +16,7 @@ from paceline.kernels.table import LatentKernels
 from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.layers.linear import Linear
 from paceline.state.pages import LayerPages
+from paceline.state.recurrent import LayerStorage
 
 
 @dataclass(slots=True)
@@ -49,12 +50,13 @@ class LatentAttention:
         x_TD: Tensor,
         rotation_TH: Tensor,
         inputs: ForwardInputs,
-        pages: LayerPages,
+        storage: LayerStorage,
         wanted: WantedEntries | None = None,
     ) -> Tensor:
+        assert isinstance(storage, LayerPages)
         num_heads, latent_size, value_size = self.value_NLV.shape
-        batch = inputs.attention
-        row_size = pages.key_NSH.shape[-1]
+        key_NSH, batch = storage.key_NSH, inputs.attention
+        row_size = key_NSH.shape[-1]
         down_TD = self.down(x_TD)
         query_TD, kv_TH = down_TD.split((down_TD.shape[1] - row_size, row_size), dim=1)
         if self.query is not None:
@@ -63,16 +65,14 @@ class LatentAttention:
         query_TNH = query_TD.unflatten(1, (num_heads, -1))
         rows_TNH = query_TD.new_empty(len(x_TD), num_heads, row_size)
         self.kernels.place_latent(
-            query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, pages.key_NSH, inputs.page_slot_T
+            query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, key_NSH, inputs.page_slot_T
         )
         if wanted is not None:
             query_TNH, rows_TNH = (x.index_select(0, wanted.entry_N) for x in (query_TNH, rows_TNH))
             batch = wanted.attention
         nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
         torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
-        seen_TNL = self.kernels.mla_attention(
-            rows_TNH, pages.key_NSH, batch, self.scale, latent_size
-        )
+        seen_TNL = self.kernels.mla_attention(rows_TNH, key_NSH, batch, self.scale, latent_size)
         value_TNV = query_TNH.new_empty(len(query_TNH), num_heads, value_size)
         torch.bmm(seen_TNL.transpose(0, 1), self.value_NLV, out=value_TNV.transpose(0, 1))
         return self.o(value_TNV.flatten(1))

@@ -40,12 +40,30 @@ class Experts(Protocol):
 
 
 @dataclass(slots=True)
+class SharedExpert:
+    """The expert that every row takes, or this rank's part of it."""
+
+    mlp: GatedMlp
+    gate: Linear | None = None  # one number per row, fp32: the output is scaled by its sigmoid
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        out_TD = self.mlp(x_TD)
+        if self.gate is None:
+            return out_TD
+        return (out_TD * torch.sigmoid(self.gate(x_TD))).to(out_TD.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mlp.nbytes + (0 if self.gate is None else self.gate.nbytes)
+
+
+@dataclass(slots=True)
 class MoeMlp:
     """The chosen experts' outputs, weighted by the router, plus the shared expert's."""
 
     router: Router
     experts: Experts
-    shared: GatedMlp | None = None
+    shared: SharedExpert | None = None
 
     def __call__(self, x_TD: Tensor, inputs: ForwardInputs | None = None) -> Tensor:
         rows = RoutedRows(x_TD, *self.router(x_TD))

@@ -55,8 +55,18 @@ def rotation_table(freq: Tensor, num_positions: int) -> Tensor:
     return torch.complex(angle.cos(), angle.sin())
 
 
-def interleave_pairs(rows: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of each head from halves (i, i + H/2) to neighbours (2i, 2i + 1)."""
-    head_size = rows.shape[0] // num_heads
-    halves = rows.reshape(num_heads, 2, head_size // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
+def padded_table(rotation: Tensor, num_pairs: int) -> Tensor:
+    """For heads that are rotated in part: the pairs behind are left as they are."""
+    num_positions, rotated = rotation.shape
+    return torch.cat((rotation, rotation.new_ones(num_positions, num_pairs - rotated)), dim=1)
+
+
+def interleave_pairs(rows: Tensor, num_heads: int, rope_size: int | None = None) -> Tensor:
+    """Reorder the rows of each head from halves (i, i + H/2) to neighbours (2i, 2i + 1).
+
+    With `rope_size`, only the first rows of a head are reordered.
+    """
+    by_head = rows.unflatten(0, (num_heads, -1))
+    halves = by_head[:, :rope_size].unflatten(1, (2, -1))
+    paired = halves.transpose(1, 2).flatten(1, 2)
+    return torch.cat((paired, by_head[:, paired.shape[1] :]), dim=1).flatten(0, 1)

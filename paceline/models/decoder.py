@@ -5,21 +5,21 @@ Computes one rank's part; models/loading builds it. Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from paceline.kernels.attention.reference import AttentionBatch
-from paceline.kernels.elementwise.reference import HeadNorms
 from paceline.kernels.table import Kernels
 from paceline.layers.attention import Attention, ForwardInputs, GroupedAttention
+from paceline.layers.delta_net import GatedDeltaNet
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMlp, Mlp
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.spec import ModelSpec
-from paceline.state.pages import LayerPages
+from paceline.state.recurrent import LayerStorage
 
 
 @dataclass(slots=True)
@@ -33,23 +33,37 @@ class DecoderLayer:
 
 
 class DenseLayer(NamedTuple):
-    """A layer of grouped attention and a gated MLP, as its parts: the kind that can be fused."""
+    """A layer of four products, as its parts: the kind that can be fused."""
 
     input_norm: Tensor | None
-    qkv: Linear
-    o: Linear
+    attention: GroupedAttention | GatedDeltaNet
+    qkv: Linear  # the product in front of `attention.mix`
+    o: Linear  # and the one behind it
     post_norm: Tensor
     gate_up: Linear
     down: Linear
-    head_norms: HeadNorms | None = None
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> DenseLayer | None:
         attention, mlp = layer.attention, layer.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, GatedMlp):
+        if not isinstance(mlp, GatedMlp):
             return None
-        first, second = (attention.qkv, attention.o), (mlp.gate_up, mlp.down)
-        return cls(layer.input_norm, *first, layer.post_norm, *second, attention.head_norms)
+        if isinstance(attention, GroupedAttention):
+            ends = attention.qkv, attention.o
+        elif isinstance(attention, GatedDeltaNet):
+            ends = attention.input, attention.output
+        else:
+            return None
+        inner = (mlp.gate_up, mlp.down)
+        return cls(layer.input_norm, attention, *ends, layer.post_norm, *inner)
+
+    @property
+    def plain(self) -> GroupedAttention | None:
+        """Attention without gates: its heads are all that the first product gives."""
+        attention = self.attention
+        if isinstance(attention, GroupedAttention) and attention.gate is None:
+            return attention
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class LayerPass(NamedTuple):
     residual_TD: Tensor
     rotation_TH: Tensor  # complex64: the rotations of the step's positions
     inputs: ForwardInputs
-    pages: list[LayerPages]
+    pages: Sequence[LayerStorage]
     unnormed_TD: Tensor | None = None
     taps: Taps | None = None
 
@@ -105,7 +119,7 @@ class LayerStack:
         self,
         residual_TD: Tensor,
         inputs: ForwardInputs,
-        pages: list[LayerPages],
+        pages: Sequence[LayerStorage],
         unnormed_TD: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Stream:
@@ -161,13 +175,13 @@ class Decoder(LayerStack):
     lm_head: Linear
     vocab: VocabShards  # the part that this rank's lm_head covers
 
-    def forward(self, inputs: ForwardInputs, pages: list[LayerPages]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, pages: Sequence[LayerStorage]) -> Tensor:
         """Hidden states after the final norm, of all entries or of `inputs.wanted`. Writes the KV
         of every token to its page slot."""
         return self._forward(inputs, pages, None)
 
     def forward_with_features(
-        self, inputs: ForwardInputs, pages: list[LayerPages], tap_ids: tuple[int, ...]
+        self, inputs: ForwardInputs, pages: Sequence[LayerStorage], tap_ids: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states, and the features for a draft head: the hidden states themselves, or with
         `tap_ids` the taps of all entries, side by side.
@@ -181,7 +195,9 @@ class Decoder(LayerStack):
         taps = Taps(tap_ids, self.final_norm.new_empty(shape))
         return self._forward(inputs, pages, taps), taps.out_TD
 
-    def _forward(self, inputs: ForwardInputs, pages: list[LayerPages], taps: Taps | None) -> Tensor:
+    def _forward(
+        self, inputs: ForwardInputs, pages: Sequence[LayerStorage], taps: Taps | None
+    ) -> Tensor:
         residual_TD = self.embedding(inputs.token_T).float()
         if taps is not None:
             taps.take(0, residual_TD)

@@ -7,15 +7,18 @@ to models/blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError, nearest
+from paceline.kernels.delta_rule.reference import DeltaSizes
+from paceline.models.blocks.delta_net import DeltaNetSpec
 from paceline.models.blocks.dense_mlp import DenseSpec
 from paceline.models.blocks.experts import MoeSpec
 from paceline.models.blocks.grouped_attention import GroupedSpec
 from paceline.models.blocks.latent_attention import LatentSpec
 from paceline.models.config_json import Config, flag_of, refuse_quantised, value_of
-from paceline.models.rope import read_rope
+from paceline.models.rope import RopeSpec, read_rope
 from paceline.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 
@@ -46,12 +49,9 @@ def _qwen3_moe(config: Config) -> ModelSpec:
         inner_size=value_of(config, "moe_intermediate_size", int),
         is_normed=flag_of(config, "norm_topk_prob"),
     )
-    every = value_of(config, "decoder_sparse_step", int, 1)
-    num_layers = value_of(config, "num_hidden_layers", int)
-    dense = {i for i in range(num_layers) if (i + 1) % every}
-    dense.update(value_of(config, "mlp_only_layers", list, []))
     window = _sliding_window(config) if config.get("use_sliding_window") else None
     attention = _qwen3_attention(config)
+    dense = _dense_layers(config)
     return _decoder(config, "qwen3_moe", attention, moe, dense_layers=dense, window=window)
 
 
@@ -76,6 +76,22 @@ def _glm4_moe_lite(config: Config) -> ModelSpec:
     return _latent_decoder(config, "glm4_moe_lite", dense)
 
 
+def _qwen3_5(config: Config) -> ModelSpec:
+    """Also 3.6 and 3.8. Community files name a model with experts as one without."""
+    if config.get("num_experts"):
+        return _qwen3_5_moe(config)
+    return _hybrid(config, "qwen3_5", _dense(config))
+
+
+def _qwen3_5_moe(config: Config) -> ModelSpec:
+    return _hybrid(config, "qwen3_5_moe", _gated_moe(config))
+
+
+def _qwen3_next(config: Config) -> ModelSpec:
+    moe = _gated_moe(config, is_normed=flag_of(config, "norm_topk_prob", True))
+    return _hybrid(config, "qwen3_next", moe, is_grouped=True, dense_layers=_dense_layers(config))
+
+
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen2,
@@ -84,6 +100,11 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
 }
 
 
@@ -112,25 +133,102 @@ def _decoder(
     *,
     dense_layers: Iterable[int] = (),
     window: int | None = None,
+    rope: RopeSpec | None = None,
 ) -> ModelSpec:
     """Layers of `attention` and `mlp`; those in `dense_layers` have an ordinary MLP instead."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
     max_position = value_of(config, "max_position_embeddings", int)
-    dense, dense_indices = _dense(config), set(dense_layers)
-    indices = range(value_of(config, "num_hidden_layers", int))
-    mlps = (dense if i in dense_indices else mlp for i in indices)
+    num_layers, dense_indices = value_of(config, "num_hidden_layers", int), set(dense_layers)
+    mlps = (_dense(config) if i in dense_indices else mlp for i in range(num_layers))
     return ModelSpec(
         family=family,
         vocab_size=value_of(config, "vocab_size", int),
         hidden_size=value_of(config, "hidden_size", int),
         layers=tuple(LayerSpec(attention, x) for x in mlps),
         norm_eps=_norm_eps(config),
-        rope=read_rope(config, max_position),
+        rope=rope or read_rope(config, max_position),
         max_position=max_position,
         is_tied=flag_of(config, "tie_word_embeddings"),
         sliding_window=window,
+    )
+
+
+def _hybrid(
+    config: Config,
+    family: str,
+    mlp: MlpSpec,
+    *,
+    is_grouped: bool = False,
+    dense_layers: Iterable[int] = (),
+) -> ModelSpec:
+    """Most layers are gated delta nets; the others have gated attention."""
+    config = {"head_dim": 256, **config}
+    if config.get("layer_scale"):
+        raise CheckpointError("layer_scale is in use, which is not supported.")
+    rope = read_rope(config, value_of(config, "max_position_embeddings", int), share=0.25)
+    bias, has_gate = flag_of(config, "attention_bias"), flag_of(config, "attn_output_gate", True)
+    attention = _grouped(
+        config, has_qk_norm=True, has_qkv_bias=bias, has_o_bias=bias, has_gate=has_gate
+    )
+    rotated = int(attention.head_size * rope.share)
+    if rotated < 2 or rotated % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor {rope.share} of {attention.head_size} numbers is {rotated}; "
+            "pairs are rotated, so an even number is needed."
+        )
+    attention = replace(attention, rotated=rotated)
+    spec = _decoder(config, family, attention, mlp, dense_layers=dense_layers, rope=rope)
+    delta_net = _delta_net(config, is_grouped)
+    kinds = zip(spec.layers, _is_recurrent(config, spec.num_layers), strict=True)
+    layers = (replace(layer, attention=delta_net) if is_new else layer for layer, is_new in kinds)
+    return replace(spec, layers=tuple(layers), has_unit_norms=True)
+
+
+def _is_recurrent(config: Config, num_layers: int) -> list[bool]:
+    kinds = value_of(config, "layer_types", list, [])
+    if not kinds:
+        every = value_of(config, "full_attention_interval", int, 4)
+        return [bool((i + 1) % every) for i in range(num_layers)]
+    known = ("linear_attention", "full_attention")
+    if len(kinds) != num_layers or any(x not in known for x in kinds):
+        raise CheckpointError(
+            f"layer_types {kinds!r} is not understood; it names each of the {num_layers} layers "
+            f"{' or '.join(map(repr, known))}."
+        )
+    if known[1] not in kinds:
+        raise CheckpointError("layer_types has no 'full_attention' layer; at least one is needed.")
+    return [x == known[0] for x in kinds]
+
+
+def _delta_net(config: Config, is_grouped: bool) -> DeltaNetSpec:
+    gate = config.get("output_gate_type") or "silu"
+    if gate not in ("silu", "swish", "sigmoid"):
+        raise CheckpointError(
+            f"output_gate_type {gate!r} is not supported; 'silu', 'swish' and 'sigmoid' are."
+        )
+    names = (
+        "num_key_heads",
+        "num_value_heads",
+        "key_head_dim",
+        "value_head_dim",
+        "conv_kernel_dim",
+    )
+    defaults = (16, 32, 128, 128, 4)
+    values = (value_of(config, f"linear_{x}", int, y) for x, y in zip(names, defaults, strict=True))
+    sizes = DeltaSizes(*values)
+    if sizes.num_value_heads % sizes.num_key_heads:
+        raise CheckpointError(
+            f"{sizes.num_value_heads} value heads of linear attention do not divide over "
+            f"{sizes.num_key_heads} key heads."
+        )
+    return DeltaNetSpec(
+        hidden_size=value_of(config, "hidden_size", int),
+        sizes=sizes,
+        norm_eps=_norm_eps(config),
+        is_sigmoid=gate == "sigmoid",
+        is_grouped=is_grouped,
     )
 
 
@@ -200,6 +298,25 @@ def _sigmoid_moe(config: Config) -> MoeSpec:
         num_chosen_groups=value_of(config, "topk_group", int, 1),
         shared_inner_size=inner * value_of(config, "n_shared_experts", int, 0),
     )
+
+
+def _gated_moe(config: Config, is_normed: bool = True) -> MoeSpec:
+    """Experts, and a shared one behind a gate."""
+    return _moe(
+        config,
+        inner_size=value_of(config, "moe_intermediate_size", int),
+        is_normed=is_normed,
+        shared_inner_size=value_of(config, "shared_expert_intermediate_size", int),
+        has_shared_gate=True,
+    )
+
+
+def _dense_layers(config: Config) -> set[int]:
+    """Layers of Qwen's models with experts that have none."""
+    every = value_of(config, "decoder_sparse_step", int, 1)
+    num_layers = value_of(config, "num_hidden_layers", int)
+    dense = {i for i in range(num_layers) if (i + 1) % every}
+    return dense | set(value_of(config, "mlp_only_layers", list, []))
 
 
 def _moe(config: Config, **values: Any) -> MoeSpec:

@@ -15,9 +15,11 @@ from paceline.kernels import table
 from paceline.kernels.linear.reference import HeadPlaces, NormedRows
 from paceline.kernels.linear.tiles import Tile, pick_tile
 from paceline.kernels.table import Kernels
+from paceline.layers.attention import WantedEntries
 from paceline.layers.linear import CudaLinear
 from paceline.models.decoder import DenseLayer, LayerPass, Stream
 from paceline.models.spec import ModelSpec
+from paceline.state.pages import LayerPages
 
 
 class _Products:
@@ -60,7 +62,6 @@ class CudaLayers:
         kernels: Kernels,
     ) -> None:
         self._eps = spec.norm_eps
-        self._scale = spec.head_size**-0.5
         self._layers = layers
         self._weights = [_weights_of(x) for x in layers]
         # The last layer's output is returned: the caller adds and norms it.
@@ -70,34 +71,29 @@ class CudaLayers:
         self._tiles = cache(self._choose)
 
     def __call__(self, given: LayerPass) -> Stream:
-        residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps = given
+        residual_TD, _, inputs, _, unnormed_TD, taps = given
         tiles = self._tiles(len(residual_TD))
-        slot_T, batch = inputs.page_slot_T, inputs.attention
-        rows = self._open(residual_TD, unnormed_TD, tiles)
+        rows = self._open(residual_TD, unnormed_TD, tiles[0])
         inner_TI = residual_TD
-        for i, (weights, kv) in enumerate(zip(self._weights, pages, strict=True)):
-            places = HeadPlaces(rotation_TH, kv.key_NSH, kv.value_NSH, slot_T)
-            qkv_TD = self._heads(rows, i, places, tiles.qkv)
-            if i + 1 == len(pages) and inputs.wanted is not None:
-                batch, entry_N = inputs.wanted.attention, inputs.wanted.entry_N
-                qkv_TD, residual_TD = (x.index_select(0, entry_N) for x in (qkv_TD, residual_TD))
-                tiles = self._tiles(len(entry_N))
-            attended_TD = self._kernels.paged_attention(
-                qkv_TD, kv.key_NSH, kv.value_NSH, batch, self._scale
-            )
-            step = (attended_TD, weights.o, tiles.o)
-            rows = self._add(step, residual_TD, weights.post_norm, tiles.gate_up)
-            inner_TI = self._inner(rows, weights.gate_up, tiles.gate_up)
+        for i, weights in enumerate(self._weights):
             next_norm = self._next_norms[i]
+            wanted = inputs.wanted if next_norm is None else None
+            mixed_TD = self._mix(rows, i, given, wanted, tiles[i].qkv)
+            if wanted is not None:
+                residual_TD = residual_TD.index_select(0, wanted.entry_N)
+                tiles = self._tiles(len(wanted.entry_N))
+            step = (mixed_TD, weights.o, tiles[i].o)
+            rows = self._add(step, residual_TD, weights.post_norm, tiles[i].gate_up)
+            inner_TI = self._inner(rows, weights.gate_up, tiles[i].gate_up)
             if next_norm is not None:
-                step = (inner_TI, weights.down, tiles.down)
-                rows = self._add(step, residual_TD, next_norm, tiles.qkv)
+                step = (inner_TI, weights.down, tiles[i].down)
+                rows = self._add(step, residual_TD, next_norm, tiles[i + 1].qkv)
                 if taps is not None:
                     taps.take(i + 1, residual_TD)
-        last = self._weights[-1].down
-        if tiles.down is None:
+        last, tile = self._weights[-1].down, tiles[-1].down
+        if tile is None:
             return Stream(residual_TD, last.multiply(inner_TI))
-        return Stream(residual_TD, self._products.linear(inner_TI, last.product, None, tiles.down))
+        return Stream(residual_TD, self._products.linear(inner_TI, last.product, None, tile))
 
     def _open(self, residual_TD: Tensor, unnormed_TD: Tensor | None, tiles: Tiles) -> NormedRows:
         norm_D, like = self._layers[0].input_norm, self._weights[0].qkv.weight
@@ -112,17 +108,32 @@ class CudaLayers:
         x_TD = self._kernels.rms_norm(residual_TD, norm_D, self._eps)
         return NormedRows(x_TD.to(self._weights[0].qkv.weight.dtype), None, self._eps)
 
-    def _heads(self, rows: NormedRows, index: int, places: HeadPlaces, tile: Tile | None) -> Tensor:
-        linear, norms = self._weights[index].qkv, self._layers[index].head_norms
-        if tile is None:
-            qkv_TD = linear.multiply(rows.x_TD)
-        elif norms is None:
-            return self._products.norm_linear_heads(rows, linear.product, places, tile)
-        else:
-            qkv_TD = self._products.norm_linear(rows, linear.product, tile)
-        rotation_TH, key, value, slot_T = places
-        self._kernels.place_heads(qkv_TD, rotation_TH, norms, key, value, slot_T)
-        return qkv_TD
+    def _mix(
+        self,
+        rows: NormedRows,
+        index: int,
+        given: LayerPass,
+        wanted: WantedEntries | None,
+        tile: Tile | None,
+    ) -> Tensor:
+        """The layer's first product, and all that comes before its second one."""
+        layer, linear = self._layers[index], self._weights[index].qkv
+        rotation_TH, inputs, storage = given.rotation_TH, given.inputs, given.pages[index]
+        plain = layer.plain
+        if plain is None or plain.head_norms is not None or tile is None:
+            product_TN = (
+                linear.multiply(rows.x_TD)
+                if tile is None
+                else (self._products.norm_linear(rows, linear.product, tile))
+            )
+            return layer.attention.mix(product_TN, rotation_TH, inputs, storage, wanted)
+        assert isinstance(storage, LayerPages)
+        key, value, batch = storage.key_NSH, storage.value_NSH, inputs.attention
+        places = HeadPlaces(rotation_TH, key, value, inputs.page_slot_T)
+        qkv_TD = self._products.norm_linear_heads(rows, linear.product, places, tile)
+        if wanted is not None:
+            qkv_TD, batch = qkv_TD.index_select(0, wanted.entry_N), wanted.attention
+        return self._kernels.paged_attention(qkv_TD, key, value, batch, plain.scale)
 
     def _inner(self, rows: NormedRows, linear: CudaLinear, tile: Tile | None) -> Tensor:
         if tile is None:
@@ -150,16 +161,20 @@ class CudaLayers:
         assert rows is not None
         return rows
 
-    def _choose(self, num_rows: int) -> Tiles:
-        weights = self._weights[0]
-        ends = ("heads", "added", "gated", "added")
-        linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-        return Tiles(
-            *(
-                pick_tile(end, *x.weight.shape, num_rows, x.weight.dtype, x.weight.device)
-                for end, x in zip(ends, linears, strict=True)
-            )
+    def _choose(self, num_rows: int) -> list[Tiles]:
+        """By layer."""
+        return [_tiles_of(x, num_rows) for x in self._weights]
+
+
+def _tiles_of(weights: _Weights, num_rows: int) -> Tiles:
+    ends = ("heads", "added", "gated", "added")
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    return Tiles(
+        *(
+            pick_tile(end, *x.weight.shape, num_rows, x.weight.dtype, x.weight.device)
+            for end, x in zip(ends, linears, strict=True)
         )
+    )
 
 
 def _weights_of(layer: DenseLayer) -> _Weights:

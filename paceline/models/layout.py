@@ -12,15 +12,34 @@ from torch import Tensor
 from paceline.kernels.attention.reference import AttentionBatch
 from paceline.layers.attention import ForwardInputs
 from paceline.models.spec import ModelSpec
-from paceline.state.pages import LayerPages, Pages
+from paceline.state.pages import Pages
+from paceline.state.recurrent import LayerStorage, Recurrent
 from paceline.state.slots import Slots
 from paceline.step import Ints, Longs
 
 
-def add_pages(pages: Pages, spec: ModelSpec, dtype: torch.dtype) -> list[LayerPages]:
-    """Storage for the layers of one model."""
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_size)
-    return pages.add_layers(*shape, dtype, spec.attention.latent_size)
+def add_storage(
+    pages: Pages, spec: ModelSpec, dtype: torch.dtype, recurrent: Recurrent | None = None
+) -> list[LayerStorage]:
+    """Storage for the layers of one model: pages, or rows of `recurrent`."""
+    has_pages = [x.attention.has_pages for x in spec.layers]
+    shape = (sum(has_pages), spec.num_kv_heads, spec.head_size)
+    paged = iter(pages.add_layers(*shape, dtype, spec.attention.latent_size))
+    if recurrent is None:
+        return list(paged)
+    layers = iter(recurrent.layers())
+    return [next(paged) if x else next(layers) for x in has_pages]
+
+
+def make_recurrent(
+    spec: ModelSpec, slots: Slots, num_snapshots: int, dtype: torch.dtype
+) -> Recurrent | None:
+    """Storage for the recurrent layers of one model; None if it has none."""
+    sizes = spec.recurrent
+    if sizes is None:
+        return None
+    num_layers, counts = spec.num_recurrent_layers, (slots.num_slots, slots.max_k, num_snapshots)
+    return Recurrent(num_layers, sizes, *counts, dtype, slots.device)
 
 
 def lay_out(
@@ -47,7 +66,8 @@ def lay_out(
     # A token's position is its index in T plus an offset per row.
     position_T = np.arange(row_start[-1]) + np.repeat(start_B - row_start[:-1], query_len_B)
     slot_T = np.repeat(slot_B, query_len_B)
-    token_T = slots.tokens_SL.numpy()[slot_T, position_T + shift]
+    token_at_T = np.minimum(position_T + shift, slots.max_model_len - 1) if shift else position_T
+    token_T = slots.arrays.tokens_SL[slot_T, token_at_T]
     if drafts is not None:
         is_draft_T = position_T >= np.repeat(start_B + count_B, query_len_B)
         token_T[is_draft_T] = drafts[drafts >= 0]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from paceline.errors import CheckpointError
 from paceline.kernels.table import pick_kernels
+from paceline.layers.rope import padded_table
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder, DecoderLayer, LayerStack
 from paceline.models.fused import fuse_layers
@@ -28,8 +30,19 @@ logger = logging.getLogger(__name__)
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def _prefix(index: int) -> str:
-    return f"model.layers.{index}."
+class LayerNames(NamedTuple):
+    """Where a stack's layers are in a checkpoint."""
+
+    root: str = "model.layers."
+    first: int = 0
+
+    def prefix(self, index: int) -> str:
+        return f"{self.root}{self.first + index}."
+
+
+_LAYERS = LayerNames()
+# Parts of a checkpoint that are read only if they are asked for, or never.
+_MTP, _VISION = "mtp.", ("model.visual.", "visual.", "vision_tower.")
 
 
 def expected_shapes(spec: ModelSpec, names: set[str] | None = None) -> list[NamedShape]:
@@ -44,12 +57,12 @@ def expected_shapes(spec: ModelSpec, names: set[str] | None = None) -> list[Name
 
 
 def layer_shapes(
-    spec: ModelSpec, names: set[str] | None = None, first: int = 0
+    spec: ModelSpec, names: set[str] | None = None, where: LayerNames = _LAYERS
 ) -> list[NamedShape]:
-    """Every tensor of the layers, which are numbered from `first` on."""
+    """Every tensor of the layers."""
     shapes: list[NamedShape] = []
     for i, layer in enumerate(spec.layers):
-        at = _prefix(first + i)
+        at = where.prefix(i)
         if i or spec.has_first_norm:
             shapes.append((at + "input_layernorm.weight", (spec.hidden_size,)))
         shapes.append((at + "post_attention_layernorm.weight", (spec.hidden_size,)))
@@ -79,14 +92,19 @@ def check_names(spec: ModelSpec, source: WeightSource, shapes: NamedShapes) -> N
                 f"tensor {name!r} has shape {list(found)}; config.json asks for {list(shape)}."
             )
     ignored = ("rotary_emb.inv_freq", "rope_freqs.weight", _HEAD)
-    others = (n for n in names - set(expected) if not n.endswith(ignored))
-    unused = sorted(n for n in others if not _is_draft_layer(n, spec.num_layers))
+    others = {n for n in names - set(expected) if not n.endswith(ignored)}
+    vision = {n for n in others if n.startswith(_VISION)}
+    if vision:
+        logger.info("%d tensors of the vision part are not read: only text is served", len(vision))
+    unused = sorted(n for n in others - vision if not _is_draft_layer(n, spec.num_layers))
     if unused:
         logger.warning("%d tensors are not used, for instance %s", len(unused), unused[0])
 
 
 def _is_draft_layer(name: str, num_layers: int) -> bool:
     """Layers behind the last are an MTP head, which is read only if it is asked for."""
+    if name.startswith(_MTP):
+        return True
     index = name.removeprefix("model.layers.").partition(".")[0]
     return index != name and index.isdigit() and int(index) >= num_layers
 
@@ -97,21 +115,21 @@ def open_reader(
     formats: WeightFormats,
     groups: Groups,
     tables: Mapping[str, VocabShards],
-    first: int = 0,
+    where: LayerNames = _LAYERS,
 ) -> Reader:
-    """Reads this rank's slices of vocabulary tables and of the layers, numbered from `first` on."""
+    """Reads this rank's slices of vocabulary tables and of the layers."""
     names = source.names()
     cuts: Cuts = {}
-    for i, layer in enumerate(spec.layers, first):
-        cuts |= layer.attention.cuts(_prefix(i), names, groups)
-        cuts |= layer.mlp.cuts(_prefix(i), names, groups)
+    for i, layer in enumerate(spec.layers):
+        cuts |= layer.attention.cuts(where.prefix(i), names, groups)
+        cuts |= layer.mlp.cuts(where.prefix(i), names, groups)
     if groups.tp.size > 1:
         cuts |= {name: vocab_rows(vocab) for name, vocab in tables.items()}
-    if not cuts:
-        return Reader(source, formats, groups)
-    # Added after a sum over ranks, so only one rank may have them.
-    once = frozenset(n for n in names if n.endswith(("o_proj.bias", "down_proj.bias")))
-    return Reader(SlicedWeights(source, cuts, once, groups.tp.rank == 0), formats, groups)
+    if cuts:
+        # Added after a sum over ranks, so only one rank may have them.
+        once = frozenset(n for n in names if n.endswith(("o_proj.bias", "down_proj.bias")))
+        source = SlicedWeights(source, cuts, once, groups.tp.rank == 0)
+    return Reader(source, formats, groups, spec.has_unit_norms)
 
 
 def load_stack(
@@ -119,16 +137,18 @@ def load_stack(
     read: Reader,
     rotation: torch.Tensor,
     *,
-    first: int = 0,
+    where: LayerNames = _LAYERS,
     progress: OnProgress | None = None,
 ) -> LayerStack:
-    """This rank's part of the layers, which are numbered from `first` on in the checkpoint."""
+    """This rank's part of the layers."""
     spec, formats = spec.local(read.groups), read.formats
     shape = (spec.head_size, spec.group_size, formats.has_fixed_shapes)
     kernels = pick_kernels(formats.device, *shape)
+    if spec.has_unit_norms:
+        kernels = kernels.giving(formats.compute)
     layers: list[DecoderLayer] = []
     for i, layer in enumerate(spec.layers):
-        at, has_norm = _prefix(first + i), i > 0 or spec.has_first_norm
+        at, has_norm = where.prefix(i), i > 0 or spec.has_first_norm
         layers.append(
             DecoderLayer(
                 input_norm=read.norm(at + "input_layernorm.weight") if has_norm else None,
@@ -166,7 +186,10 @@ def load_decoder(
     check_names(spec, source, expected_shapes(spec, source.names()))
     vocab = VocabShards(spec.vocab_size, groups.tp)
     read = open_reader(spec, source, formats, groups, dict.fromkeys((_TABLE, _HEAD), vocab))
-    rotation = spec.rope.table(spec.attention.rope_size, max_model_len, source)
+    attention = spec.attention
+    rotation = spec.rope.table(attention.rope_size, max_model_len, source)
+    if attention.latent_size is None and attention.rope_size < attention.head_size:
+        rotation = padded_table(rotation, attention.head_size // 2)
     stack = load_stack(spec, read, rotation, progress=progress)
     decoder = Decoder(
         spec=stack.spec,

@@ -6,7 +6,7 @@ The formulas of each scaling are in layers/rope.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ class RopeSpec:
     is_truncated: bool = True  # yarn: the ramp between the two begins and ends at whole pairs
     attention_factor: float = 1.0  # yarn: scales rotated queries and keys
     mscale_all_dim: float = 0.0  # DeepSeek: scales the softmax by mscale squared
+    share: float = 1.0  # of a head that is rotated
 
     @property
     def softmax_factor(self) -> float:
@@ -66,7 +67,8 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def read_rope(config: Config, max_position: int) -> RopeSpec:
+def read_rope(config: Config, max_position: int, share: float | None = None) -> RopeSpec:
+    """`share` is the family's default of partial_rotary_factor; None: heads are rotated whole."""
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling, which
     # users also add by hand.
     news, olds = (value_of(config, x, dict, {}) for x in ("rope_parameters", "rope_scaling"))
@@ -78,15 +80,17 @@ def read_rope(config: Config, max_position: int) -> RopeSpec:
         raise CheckpointError(
             f"rope type {kind!r} is not supported; Paceline computes {', '.join(_SUPPORTED)}."
         )
-    share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if share != 1.0:
+    shares = (value_of(x, "partial_rotary_factor", float, 0.0) for x in (values, news, config))
+    found = next(filter(None, shares), share or 1.0)
+    if found > 1.0 or (found < 1.0 and share is None):
         raise CheckpointError(
-            f"partial_rotary_factor {share} is not supported; Paceline rotates whole heads (1.0)."
+            f"partial_rotary_factor {found} is not supported; Paceline rotates whole heads (1.0)."
         )
     original = value_of(values, "original_max_position_embeddings", int, max_position)
     if kind == "yarn":
-        return _read_yarn(values, theta, original, max_position)
+        return replace(_read_yarn(values, theta, original, max_position), share=found)
     return RopeSpec(
+        share=found,
         theta=theta,
         kind=kind,
         factor=value_of(values, "factor", float, 1.0),

@@ -12,6 +12,7 @@ from paceline.layers.vocab import VocabShards
 from paceline.models.rope import RopeSpec
 
 if TYPE_CHECKING:
+    from paceline.kernels.delta_rule.reference import DeltaSizes
     from paceline.kernels.table import Kernels
     from paceline.layers.attention import Attention
     from paceline.layers.mlp import Mlp
@@ -43,7 +44,16 @@ class BlockSpec(Protocol):
 
 
 class AttentionSpec(BlockSpec, Protocol):
-    """Attention. A token has `num_kv_heads` rows of `head_size` numbers in each cache tensor."""
+    """Attention, or what replaces it. A token has `num_kv_heads` rows of `head_size` numbers in
+    each cache tensor."""
+
+    @property
+    def has_pages(self) -> bool:
+        """False: the layer has a recurrent state instead."""
+
+    @property
+    def sizes(self) -> DeltaSizes | None:
+        """Of the recurrent state; None: the layer has pages."""
 
     @property
     def num_heads(self) -> int: ...
@@ -89,7 +99,7 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One causal decoder: layers over a residual stream. The attention of all layers has the same
-    heads."""
+    heads; recurrent layers have the same sizes."""
 
     family: str
     vocab_size: int
@@ -101,6 +111,7 @@ class ModelSpec:
     is_tied: bool
     sliding_window: int | None = None  # of every layer
     has_first_norm: bool = True  # False: layer 0 reads its input without a norm
+    has_unit_norms: bool = False  # norms are stored as what is added to 1
 
     @property
     def num_layers(self) -> int:
@@ -108,7 +119,17 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        return self.layers[0].attention
+        """Of the layers with pages."""
+        return next(x.attention for x in self.layers if x.attention.has_pages)
+
+    @property
+    def recurrent(self) -> DeltaSizes | None:
+        """Of the layers without pages; None if there are none."""
+        return next((x.attention.sizes for x in self.layers if x.attention.sizes), None)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return sum(not x.attention.has_pages for x in self.layers)
 
     @property
     def num_heads(self) -> int:
@@ -143,7 +164,8 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         tensors = 2 if self.attention.latent_size is None else 1
-        return tensors * self.num_layers * self.num_kv_heads * self.head_size * itemsize
+        num_layers = self.num_layers - self.num_recurrent_layers
+        return tensors * num_layers * self.num_kv_heads * self.head_size * itemsize
 
     def local(self, groups: Groups) -> ModelSpec:
         """The sizes of one rank's part. The vocabulary stays whole: see layers/vocab."""

@@ -6,6 +6,7 @@ models/reader decides in which format a tensor is kept.
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from paceline.errors import CheckpointError, nearest
 from paceline.models.block_fp8 import BlockFp8Weights
 from paceline.models.config_json import fp8_block_size
 from paceline.models.sharding import Cut
-from paceline.models.weight_source import WeightSource
+from paceline.models.weight_source import RenamedWeights, WeightSource
 
 T = TypeVar("T")
 _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,9 +43,27 @@ def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
     if files.gguf is not None:
         return _TorchGguf(GgufWeights(files.gguf, files.config))
     is_safe = files.weight_files[0].suffix == ".safetensors"
-    stored = (_SafetensorsWeights if is_safe else _PickledWeights)(files.weight_files)
+    stored: Weights = (_SafetensorsWeights if is_safe else _PickledWeights)(files.weight_files)
     size = fp8_block_size(files.config)
-    return stored if size is None else BlockFp8Weights(stored, size)
+    stored = stored if size is None else BlockFp8Weights(stored, size)
+    plain = {_plain(name): name for name in stored.names()}
+    return _TextWeights(stored, plain) if set(plain) != stored.names() else stored
+
+
+def _plain(name: str) -> str:
+    """A tensor's name in a model for text alone. One that also reads images has a prefix."""
+    for prefix, short in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            return short + name.removeprefix(prefix)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _TextWeights(RenamedWeights):
+    source: Weights
+
+    def close(self) -> None:
+        self.source.close()
 
 
 class _SafetensorsWeights:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.contract import Contract
+from paceline.parallel.placement import RankPlace
 
+LOOPBACK = "127.0.0.1"
 _LOADING_S = 1800  # how long a rank waits at start-up for another that still reads weights
 
 
@@ -176,42 +178,58 @@ def _bytes(x: Tensor) -> Tensor:
 SOLO = Group("tp", [0], 0, Contract(), None)
 
 
-def open_store(path: str, num_ranks: int) -> Any:
-    """The rendezvous of the ranks of one machine: a file, so that no port is needed. A single rank
-    uses memory."""
+def open_store(place: RankPlace) -> Any:
+    """The rendezvous of the ranks of one machine is a file, so that no port is needed. A single
+    rank uses memory; ranks of several machines a server, see `_tcp_store`."""
     stores: Any = vars(dist)  # these classes are missing from the type stubs
-    if num_ranks == 1:
+    if place.layout.num_ranks == 1:
         return stores["HashStore"]()
-    store = stores["FileStore"](path, num_ranks)
+    if place.address:
+        return _tcp_store(place.store, place.store_fd)
+    store = stores["FileStore"](place.store, place.layout.num_ranks)
     store.set_timeout(timedelta(seconds=_LOADING_S))
     return store
 
 
-def gloo_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> GlooWire:
+@cache
+def _tcp_store(address: str, listener: int | None) -> Any:
+    """One for each process. The rank with the listener serves it, until its process ends. It
+    listens where that socket is bound, not on every interface as torch would."""
+    kind: Any = vars(dist)["TCPStore"]
+    host, _, port = address.rpartition(":")
+    served = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
+    limit = timedelta(seconds=_LOADING_S)
+    return kind(host, int(port), timeout=limit, wait_for_workers=False, **served)
+
+
+def gloo_wire(
+    store: Any, name: str, ranks: Sequence[int], place: RankPlace, timeout_s: float
+) -> GlooWire:
     """All of `ranks` must call this at the same time."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [_loopback()]
-    group = kind(_prefixed(store, name, ranks), list(ranks).index(rank), len(ranks), options)
+    options._devices = [_device(place.address or LOOPBACK)]
+    index = list(ranks).index(place.rank)
+    group = kind(_prefixed(store, name, ranks), index, len(ranks), options)
     return GlooWire(group, len(ranks), timeout_s)
 
 
 @cache
-def _loopback() -> Any:
-    """One device for all groups of a process, because each has a thread that wakes every 10 ms.
-
-    All ranks are on this machine.
-    """
+def _device(address: str) -> Any:
+    """One device for all groups of a process, because each has a thread that wakes every 10 ms."""
     kind: Any = dist.ProcessGroupGloo
-    return kind.create_device(hostname="127.0.0.1")
+    return kind.create_device(hostname=address)
 
 
-def nccl_wire(store: Any, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> NcclWire:
+def nccl_wire(
+    store: Any, name: str, ranks: Sequence[int], place: RankPlace, timeout_s: float
+) -> NcclWire:
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    group = kind(_prefixed(store, name, ranks), list(ranks).index(rank), len(ranks), options)
+    index = list(ranks).index(place.rank)
+    group = kind(_prefixed(store, name, ranks), index, len(ranks), options)
     return NcclWire(group, len(ranks))
 
 

@@ -53,14 +53,14 @@ def open_groups(place: RankPlace, options: GroupOptions) -> Groups:
     layout = place.layout
     if layout.num_ranks == 1 and not options.forces:
         return ALONE
-    store, log = open_store(place.store, layout.num_ranks), open_collective_log(place)
+    store, log = open_store(place), open_collective_log(place)
     contract = Contract(place.rank, log, options.checks, options.timeout_s)
     open_wire = nccl_wire if options.backend == "nccl" else gloo_wire
 
     def group(name: str, ranks: list[int]) -> Group:
         if len(ranks) == 1 and not options.forces:
             return Group(name, ranks, place.rank, contract, None)
-        wire = open_wire(store, name, ranks, place.rank, options.timeout_s)
+        wire = open_wire(store, name, ranks, place, options.timeout_s)
         return Group(name, ranks, place.rank, contract, wire)
 
     tp, dp = group("tp", place.tp_ranks()), group("dp", place.dp_ranks())

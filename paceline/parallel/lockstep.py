@@ -44,8 +44,8 @@ def open_lockstep(place: RankPlace, options: GroupOptions) -> HostLockstep:
     leaders = place.layout.leaders()
     log = open_collective_log(place)
     contract = Contract(place.rank, log, options.checks, options.timeout_s)
-    store = open_store(place.store, place.layout.num_ranks)
-    wire = gloo_wire(store, "host", leaders, place.rank, options.timeout_s)
+    store = open_store(place)
+    wire = gloo_wire(store, "host", leaders, place, options.timeout_s)
     return HostLockstep(Group("host", leaders, place.rank, contract, wire))
 
 
@@ -53,7 +53,7 @@ def smallest(place: RankPlace, name: str, value: int) -> int:
     """The minimum of a value over all ranks, for example of page counts. For start-up only."""
     if place.layout.num_ranks == 1:
         return value
-    store: Any = open_store(place.store, place.layout.num_ranks)
+    store: Any = open_store(place)
     store.set(f"{name}:{place.rank}", str(value))
     return min(int(store.get(f"{name}:{r}")) for r in range(place.layout.num_ranks))
 
@@ -65,7 +65,7 @@ def meet(place: RankPlace, name: str) -> None:
 
 def check_same(place: RankPlace, name: str, value: str) -> None:
     """Refuse ranks whose values differ, for example GPU names. For start-up only."""
-    store: Any = open_store(place.store, place.layout.num_ranks)
+    store: Any = open_store(place)
     store.set(f"{name}:{place.rank}", value)
     for rank in range(place.layout.num_ranks):
         theirs = store.get(f"{name}:{rank}").decode()

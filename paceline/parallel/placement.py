@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,50 @@ class Layout:
         first = index * self.tensor_parallel
         return list(range(first, first + self.tensor_parallel))
 
+    def groups(self) -> list[Layout]:
+        """The parts that start and end on their own. Replicas that spread experts are one group;
+        other replicas share nothing."""
+        if self.spreads_experts:
+            return [self]
+        return [Layout(self.tensor_parallel)] * self.data_parallel
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One rank's number in the layout, and the paths of files that the ranks of an engine share."""
+    """One rank's number in the layout of its group, and the paths of files that the group shares.
+
+    An engine of several groups numbers its ranks through: see `engine_rank`.
+    """
 
     rank: int = 0
     layout: Layout = Layout()
-    store: str = ""  # where groups find their members; a lone rank needs none
+    # Where groups find their members: a file, or HOST:PORT if they are on several machines. A lone
+    # rank needs none.
+    store: str = ""
     collectives: str = ""  # see contract.CollectiveLog; empty: the rank's own memory
+    first_rank: int = 0  # the engine's number of this layout's rank 0
+    num_others: int = 0  # ranks of the engine's other groups
+    first_local: int = 0  # the engine's number of this node's first rank
+    num_local: int = 0  # 0: all ranks of the engine
+    address: str = ""  # where other nodes reach this rank; empty: its group is on one node
+    store_fd: int | None = None  # the rank that serves HOST:PORT has this listening socket
+
+    @property
+    def engine_rank(self) -> int:
+        return self.first_rank + self.rank
+
+    @property
+    def num_engine_ranks(self) -> int:
+        return self.layout.num_ranks + self.num_others
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its node, which is the number of its GPU."""
+        return self.engine_rank - self.first_local
+
+    @property
+    def num_local_ranks(self) -> int:
+        return self.num_local or self.num_engine_ranks
 
     @property
     def tp_rank(self) -> int:
@@ -63,6 +99,44 @@ class RankPlace:
 
 
 ONLY_RANK = RankPlace()
+
+
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """The replicas of one machine."""
+
+    number: int = 0  # of the machine; 0 has the front
+    replicas: tuple[int, ...] = ()
+
+
+def node_part(config: EngineConfig) -> NodePart:
+    """What this machine has. Without options for several machines: all replicas."""
+    nodes, size = config.nodes, config.device.data_parallel_size
+    count = nodes.data_parallel_size_local
+    if count is None:
+        count, rest = divmod(size, nodes.nnodes)
+        if rest or not count:
+            raise ConfigError(
+                f"data_parallel_size {size} does not divide over nnodes {nodes.nnodes}. All ranks "
+                "of a replica are on one node: use a multiple of nnodes, or give "
+                "--data-parallel-size-local on each node."
+            )
+    first = nodes.data_parallel_start_rank
+    if first is None:
+        first = (nodes.node_rank or 0) * count
+    number = nodes.node_rank if nodes.node_rank is not None else -(-first // max(count, 1))
+    if first + count > size or count < 1:
+        raise ConfigError(
+            f"node {number} would have {count} replicas from {first} on, and data_parallel_size is "
+            f"{size}."
+        )
+    if nodes.headless != (number > 0) or nodes.headless != (first > 0):
+        raise ConfigError(
+            f"node {number} has the replicas from {first} on. Node 0 has the first replicas and "
+            "serves HTTP; every other node needs --headless, and --node-rank or "
+            "--data-parallel-start-rank."
+        )
+    return NodePart(number, tuple(range(first, first + count)))
 
 
 def layout_of(config: EngineConfig) -> Layout:

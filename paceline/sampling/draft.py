@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import table
+from paceline.kernels.rows import WindowRows
 from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.verify import knobs_of
 from paceline.state.slots import Slots
@@ -26,11 +27,15 @@ def propose_tokens(
 ) -> Tensor:
     """Draft j of each row, int32 [B]: the best, or drawn for sequence position `position_B`.
 
+    Slots that keep distributions: drawn with noise of its own, for rejection sampling. Other slots:
+    drawn with the noise of the target's draw at this position (by the target's token ids), so that
+    both draws are often equal; such drafts are verified by equality, as the best ones are.
+
     `logits_BV` cover `vocab`'s part of the drafter's vocabulary. If that is smaller than the
     target's, `draft_to_target_ids` maps its ids to the target's.
 
-    Rows with a temperature are drawn by their own temperature, min_p, top_k and top_p, and q goes
-    to `draft_probs_SKV[slot, j]`. Such rows are not one-hot.
+    Rows with a temperature are drawn by their own temperature, min_p, top_k and top_p. Slots that
+    keep distributions get q in `draft_probs_SKV[slot, j]`; such rows are not one-hot.
     """
     if position_B is None:
         best_B, _ = vocab.greedy(logits_BV)
@@ -45,5 +50,9 @@ def propose_tokens(
         wide_BV = logits_BV.new_full((len(logits_BV), slots.vocab_size), -torch.inf)
         logits_BV = wide_BV.index_copy_(1, draft_to_target_ids, logits_BV)
     prob_SKV = slots.draft_probs_SKV
-    assert prob_SKV is not None, "probabilistic drafts need draft_vocab_size"
+    if prob_SKV is None:
+        first_B = torch.arange(len(slot_B), dtype=slot_B.dtype, device=slot_B.device)
+        none_B0 = slot_B.new_empty((len(slot_B), 0))
+        windows = WindowRows(slot_B, first_B, torch.ones_like(slot_B), position_B, none_B0)
+        return table.draw(logits_BV, windows, knobs_of(slots))[0]
     return table.draft(logits_BV, slot_B, position_B, knobs_of(slots), prob_SKV, j)

@@ -1,6 +1,6 @@
 """A request's sampling parameters as values of its slot's row. Host side; moves no tensor.
 
-Over capacity or out of range is an InvalidRequest that says the limit.
+Checks nothing: `engine/checks.py` has checked that ids are in range and that tables fit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import InvalidRequest
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -32,9 +31,9 @@ from paceline.state.slots import (
 )
 from paceline.step import Ints
 
-# Below this a temperature only scales logits beyond float32's reach of one another.
+# Below this temperature the quotients of two different logits lie beyond float32's range.
 GREEDY_BELOW = 1e-5
-_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # less would be 0 in a slot, and keep no token
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 and keep no token
 
 
 def features_of(request: EngineRequest) -> int:
@@ -75,7 +74,7 @@ def slot_rows(
 ) -> dict[str, Any]:
     """Tensor name of `Slots` -> the value of the request's row.
 
-    Tables of a feature that the request does not use are left out: nobody reads them.
+    Tables of features that the request does not use are left out: no kernel reads them.
     """
     params = request.params
     features = features_of(request)
@@ -85,8 +84,8 @@ def slot_rows(
         "prompt_len_S": prompt_len,
         "max_len_S": max_len,
         "min_len_S": min(prompt_len + params.min_tokens, 2**31 - 1),
-        "eos_ids_SE": _padded("eos_token_ids", request.eos_token_ids, NUM_EOS_IDS),
-        "stop_ids_SE": _padded("stop_token_ids", params.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
+        "eos_ids_SE": _padded(request.eos_token_ids, NUM_EOS_IDS),
+        "stop_ids_SE": _padded(params.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
         "temperature_S": 0.0 if greedy else params.temperature,
         "top_k_S": 0 if greedy else params.top_k,
         "top_p_S": 1.0 if greedy else max(params.top_p, _LEAST_TOP_P),
@@ -99,22 +98,19 @@ def slot_rows(
         rows["presence_S"] = params.presence_penalty
         rows["frequency_S"] = params.frequency_penalty
         rows["repetition_S"] = params.repetition_penalty
-    if features & MIN_TOKENS:
-        _check_ids("eos_token_ids", request.eos_token_ids, vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     if features & BIAS:
         bias = params.logit_bias or {}
-        _check_ids("logit_bias", bias, vocab_size)
-        rows["bias_ids_SE"] = _padded("logit_bias", bias, MAX_LOGIT_BIAS)
+        rows["bias_ids_SE"] = _padded(bias, MAX_LOGIT_BIAS)
         values = np.zeros(MAX_LOGIT_BIAS, np.float32)
         values[: len(bias)] = list(bias.values())
         rows["bias_values_SE"] = values
     if features & BAD_WORDS:
-        rows["bad_words_SEE"] = _bad_words(request.bad_word_ids, vocab_size)
+        table = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)
+        for row, word in zip(table, request.bad_word_ids, strict=False):
+            row[-len(word) :] = word
+        rows["bad_words_SEE"] = table
     if features & ALLOWED:
-        allowed = params.allowed_token_ids or ()
-        _check_ids("allowed_token_ids", allowed, vocab_size)
-        rows["allowed_bits_SV"] = pack_bits(allowed, vocab_size)
+        rows["allowed_bits_SV"] = pack_bits(params.allowed_token_ids or (), vocab_size)
     return rows
 
 
@@ -125,39 +121,8 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Ints:
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
 
 
-def _bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int) -> Ints:
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequest(
-            f"bad_words become {len(words)} token sequences; at most {MAX_BAD_WORDS} are kept.",
-            param="bad_words",
-        )
-    table = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)
-    for row, word in zip(table, words, strict=False):
-        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(
-                f"a bad word has {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are supported.",
-                param="bad_words",
-            )
-        _check_ids("bad_words", word, vocab_size)
-        row[-len(word) :] = word
-    return table
-
-
-def _padded(name: str, ids: Iterable[int], width: int) -> Ints:
-    values = list(ids)
-    if len(values) > width:
-        raise InvalidRequest(
-            f"{name} has {len(values)} entries; at most {width} are kept.", param=name
-        )
+def _padded(ids: Iterable[int], width: int) -> Ints:
     row = np.full(width, -1, np.int32)
+    values = list(ids)
     row[: len(values)] = values
     return row
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    outside = [i for i in ids if not 0 <= i < vocab_size]
-    if outside:
-        raise InvalidRequest(
-            f"{name} holds token id {outside[0]}; this model's ids are 0 to {vocab_size - 1}.",
-            param=name,
-        )

@@ -7,6 +7,7 @@ Shape letters: B rows of the step, N logits rows, K drafts, W = K + 1, S slots, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from paceline.state.slots import (
     PENALTIES,
     Slots,
 )
+from paceline.step import Floats
 
 
 class SamplingMode(IntEnum):
@@ -46,7 +48,15 @@ class SamplingMode(IntEnum):
 class Synthetic(NamedTuple):
     """Synthetic acceptance, for benchmarks and tests: by chance instead of by the tokens."""
 
-    rates_K: Tensor  # float32: chance of each draft, given those before it
+    # float32 [S, K]: chance of each draft, given those before it. A table of `Slots`, because a
+    # request may bring its own.
+    rates_SK: Tensor
+    usual: tuple[float, ...] = ()  # of requests without their own
+
+    def row(self, own: Sequence[float] | None) -> Floats:
+        """The row of a request, whose chances to accept the first 1, 2, ... drafts are `own`."""
+        rates = self.usual if own is None else conditional_rates(tuple(own))
+        return np.array(rates, np.float32)
 
 
 class Extras(NamedTuple):
@@ -81,17 +91,19 @@ def verify(
     *,
     mode: SamplingMode,
     synthetic: Synthetic | None = None,
+    is_block: bool = False,
     extras: Extras = NO_EXTRAS,
     vocab: VocabShards = WHOLE,
 ) -> Verdicts:
     """What each window position says. `logits_NV` may be overwritten.
 
-    `vocab` says which part of the vocabulary the logits are of.
+    `vocab` says which part of the vocabulary the logits are of. `is_block`: sampled drafts are
+    accepted by block verification.
     """
     num_logits = len(logits_NV)
     ok_N = None
     if synthetic is not None:
-        ok_N = table.accept_by_rate(windows, slots.seed_S2, synthetic.rates_K, num_logits)
+        ok_N = table.accept_by_rate(windows, slots.seed_S2, synthetic.rates_SK, num_logits)
     if mode is SamplingMode.GREEDY:
         return Verdicts(*vocab.greedy(logits_NV), ok_N)
     logits_NV = vocab.gather(logits_NV)
@@ -99,7 +111,7 @@ def verify(
     if mode is SamplingMode.SAMPLE:
         return Verdicts(*table.draw(logits_NV, windows, knobs, ok_N), ok_N)
     present = _features(windows, slots)
-    # Logprobs are of the raw logits. Kernels that cannot ask who is present keep them for all.
+    # Logprobs are of the raw logits. A captured step cannot ask for features: it keeps them.
     keeps_raw = not logits_NV.is_cpu or bool(present & LOGPROBS)
     work_NV = logits_NV.to(torch.float32, copy=keeps_raw)
     process_logits(work_NV, windows, slots, present, extras)
@@ -107,7 +119,7 @@ def verify(
         verdicts = Verdicts(*table.draw(work_NV, windows, knobs, ok_N), ok_N)
     else:
         drafts = SampledDrafts(slots.drafts_onehot_S, slots.draft_probs_SKV)
-        verdicts = table.judge(work_NV, windows, knobs, drafts)
+        verdicts = table.judge(work_NV, windows, knobs, drafts, is_block)
     if present & LOGPROBS and extras.results is not None:
         mask = FeatureMask(slots.features_S, LOGPROBS)
         places = (slots.num_logprobs_S, extras.results)

@@ -1,6 +1,6 @@
 """KV pages and the page table. Drafter layers are more layers over the same table.
 
-The page after the last belongs to nobody. Only the step writes pages, only staging the table.
+The page after the last is padding. Only the step writes pages, only staging the table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pages:
     ) -> list[LayerPages]:
         """Storage for `count` more layers. Memory is touched, and so taken, only when written.
 
-        `latent_size`: so many numbers at the beginning of a key are its value.
+        `latent_size`: how many numbers at the beginning of a key are its value.
         """
         shape = (num_kv_heads, (self.num_pages + 1) * self.page_size, head_size)
 

@@ -1,4 +1,4 @@
-"""The only door from device to host: the outcome of a step becomes numpy arrays.
+"""The only way from device to host: the results of a step as numpy arrays.
 
 The end of a step writes its results into a ring of host memory, and then the step's number.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from paceline.errors import EngineDead
 from paceline.kernels.logprobs.reference import LogprobResults
 from paceline.kernels.step_rows import RESULT_TOKENS, Ring
-from paceline.step import StepPlan, StepResult, TokenLogprobs
+from paceline.step import Ints, StepPlan, StepResult, TokenLogprobs
 
 _NAP_S = 5e-6  # lets other threads have the interpreter
 _CHECK_EVERY_S = 0.5
@@ -20,8 +20,8 @@ _CHECK_EVERY_S = 0.5
 class RingReader:
     """Waits for stamps and reads the entries they stand for.
 
-    `is_idle` asks the device if it has finished everything, given the seconds that somebody has
-    waited, and raises if it failed or if that is too long.
+    `is_idle` says whether the device has finished everything. It gets the seconds waited so far;
+    it raises if the device failed or if that is too long.
     """
 
     def __init__(
@@ -29,7 +29,10 @@ class RingReader:
     ) -> None:
         self._stamp_E = ring.stamp_E.numpy()
         self._result_EBR = ring.result_EBR.numpy()
+        self._draft_stamp_E = ring.draft_stamp_E.numpy()
+        self._draft_EBK = ring.draft_EBK.numpy()
         self._time_E2 = ring.time_E2.numpy()
+        self._late_time_E2 = ring.late_time_E2.numpy()
         self._logprobs = (
             logprobs.ids_EBWT.numpy(),
             logprobs.values_EBWT.numpy(),
@@ -40,7 +43,15 @@ class RingReader:
 
     def wait(self, entry: int, step: int) -> None:
         """Return when the results of `step` are there."""
-        stamp_E = self._stamp_E
+        self._wait(self._stamp_E, entry, step)
+
+    def drafts(self, entry: int, plan: StepPlan) -> Ints:
+        """The drafts of a step that publishes them, by plan row. Waits for the drafter."""
+        self._wait(self._draft_stamp_E, entry, plan.step)
+        drafts_BK: Ints = self._draft_EBK[entry, : plan.num_rows, : plan.k].copy()
+        return drafts_BK
+
+    def _wait(self, stamp_E: Ints, entry: int, step: int) -> None:
         began_s = time.perf_counter()
         check_s = began_s + _CHECK_EVERY_S
         while stamp_E[entry] != step:
@@ -55,6 +66,7 @@ class RingReader:
         rows_BR = self._result_EBR[entry, : plan.num_rows].copy()
         return StepResult(
             step=plan.step,
+            uid_B=plan.uid_B,
             count_B=rows_BR[:, 0],
             token_BW=rows_BR[:, RESULT_TOKENS : RESULT_TOKENS + plan.k + 1],
             done_B=rows_BR[:, 1],
@@ -67,7 +79,7 @@ class RingReader:
     def logprobs(
         self, entry: int, result: StepResult, asked: list[tuple[int, int]]
     ) -> list[TokenLogprobs]:
-        """Of these plan rows, so many top tokens each."""
+        """Of (plan row, number of top tokens) pairs."""
         ids_EBWT, values_EBWT, rank_EBW = self._logprobs
         found = []
         for row, top in asked:
@@ -82,6 +94,11 @@ class RingReader:
                 )
             )
         return found
+
+    def mask_wait_s(self, entry: int) -> float:
+        """How long B waited for its masks after A."""
+        ended, began = self._late_time_E2[entry].tolist()
+        return max(int(began) - int(ended), 0) * 1e-9
 
     def start_s(self, entry: int) -> float:
         return float(self._time_E2[entry, 0]) * 1e-9 + self.clock_offset_s

@@ -1,6 +1,6 @@
 """One row per live request: tokens, lengths, drafts and sampling parameters. The device's truth.
 
-Rows never move. Row `padding_slot` belongs to nobody. Only `state/staging.py` writes rows from the
+Rows never move. Row `padding_slot` is padding. Only `state/staging.py` writes rows from the
 host; only the step's own functions write them on the device.
 
 Shape letters: S slots + 1, L max_model_len, K most drafts, V vocabulary, E entries of a table,
@@ -9,12 +9,16 @@ F fields.
 
 from __future__ import annotations
 
+from functools import cached_property
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_EOS_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -35,6 +39,7 @@ INT_FIELDS = (
     "num_tokens_S",
     "num_computed_S",
     "prompt_len_S",  # the user's prompt, also after a resume
+    "state_len_S",  # positions that the recurrent state covers (state/recurrent)
     "done_S",  # request.Done; != 0: the row emits nothing and writes nothing
     "drafts_onehot_S",  # 0: the slot's drafts were sampled from draft_probs_SKV
     # Limits: committed length that ends the request, and below which no stop token may come.
@@ -59,7 +64,7 @@ DEFAULTS = {
     "top_p_S": 1.0,
     "repetition_S": 1.0,
 }
-NUM_EOS_IDS = 8
+NUM_EOS_IDS = MAX_EOS_TOKEN_IDS
 # Columns of `ids_SE`: the seed in two 32-bit halves, EOS ids, stop ids.
 SEED_COLUMNS = slice(0, 2)
 EOS_COLUMNS = slice(2, 2 + NUM_EOS_IDS)
@@ -72,6 +77,7 @@ class Slots:
     num_tokens_S: Tensor
     num_computed_S: Tensor
     prompt_len_S: Tensor
+    state_len_S: Tensor
     done_S: Tensor
     drafts_onehot_S: Tensor
     max_len_S: Tensor
@@ -95,6 +101,8 @@ class Slots:
         device: torch.device,
         *,
         draft_vocab_size: int = 0,  # > 0 keeps the distributions that drafts were sampled from
+        num_sampled: int | None = None,  # drafts that a drafter samples; None: all max_k
+        num_rates: int = 0,  # drafts that synthetic acceptance accepts by chance
     ) -> None:
         self.num_slots = num_slots
         self.padding_slot = num_slots
@@ -117,8 +125,11 @@ class Slots:
         # Drafts for positions num_tokens, num_tokens + 1, ...; -1 = none.
         self.drafts_SK = full(max(max_k, 1), value=-1)
         self.draft_probs_SKV = (
-            full(max(max_k, 1), draft_vocab_size, dtype=f32) if draft_vocab_size else None
+            full(max(max_k if num_sampled is None else num_sampled, 1), draft_vocab_size, dtype=f32)
+            if draft_vocab_size
+            else None
         )
+        self.rates_SK = full(num_rates, dtype=f32) if num_rates else None
         self.ids_SE = full(STOP_COLUMNS.stop, value=-1)
         self.seed_S2 = self.ids_SE[:, SEED_COLUMNS].zero_()
         self.eos_ids_SE = self.ids_SE[:, EOS_COLUMNS]
@@ -128,6 +139,12 @@ class Slots:
         self.bias_values_SE = full(MAX_LOGIT_BIAS, dtype=f32)
         self.bad_words_SEE = full(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, value=-1)  # right-aligned
         self.allowed_bits_SV = full((vocab_size + 31) // 32)  # bit set = allowed; int32 words
+
+    @cached_property
+    def arrays(self) -> SimpleNamespace:
+        """The same memory as numpy arrays, by the same names. For CPU tensors."""
+        tensors = ((name, t) for name, t in vars(self).items() if isinstance(t, Tensor))
+        return SimpleNamespace(**{name: t.numpy() for name, t in tensors})
 
     def nbytes(self) -> int:
         tensors = (t for t in vars(self).values() if isinstance(t, Tensor))

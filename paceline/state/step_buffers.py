@@ -56,6 +56,8 @@ class StepBuffers:
         # A draft model's own first pass holds one token more per row than the target's.
         self._own = self._batch(capacity.tokens + rows, rows)
         self._next = self._batch(rows, rows)
+        # A block drafter's pass: the target's entries and rows, then a block for each row.
+        self._block = self._batch(capacity.tokens + capacity.logits, 2 * rows)
         self.shifted_token_T = self._ints(capacity.tokens)
         self.own_last_B = self._ints(rows)
 
@@ -85,6 +87,10 @@ class StepBuffers:
         """A draft model's first pass: two tokens of a decoding row, a chunk and one more."""
         tokens = 2 * shape.rows if shape.is_uniform else shape.tokens + shape.rows
         return _cut(self._own, tokens, shape.rows)
+
+    def block_batch(self, shape: StepShape, width: int) -> BatchRows:
+        """A block drafter's pass, with blocks of `width` entries."""
+        return _cut(self._block, shape.tokens + shape.rows * width, 2 * shape.rows)
 
     def next_batch(self, shape: StepShape) -> BatchRows:
         return _cut(self._next, shape.rows, shape.rows)
@@ -133,6 +139,9 @@ def make_ring(capacity: Capacity, layout: PacketLayout, device: torch.device) ->
         time_E2=host(RING_ENTRIES, 2, dtype=torch.int64),
         turn_1=on_device(),
         ticket_1=on_device(),
+        draft_EBK=host(RING_ENTRIES, capacity.rows, max(capacity.k, 1)),
+        draft_stamp_E=host(RING_ENTRIES),
+        late_time_E2=host(RING_ENTRIES, 2, dtype=torch.int64),
     )
 
 

@@ -24,6 +24,7 @@ from paceline.layers.moe import (
     ReducedExperts,
     Router,
     SeparateExperts,
+    SharedExpert,
     SpreadExperts,
     StackedExperts,
 )
@@ -32,7 +33,7 @@ from paceline.models.sharding import Cut, Cuts, even_cut, share_of
 from paceline.models.weight_source import NamedShape
 from paceline.parallel.groups import Groups
 
-_SHARED = "shared_experts."
+_SHARED, _GATED_SHARED, _SHARED_GATE = "shared_experts.", "shared_expert.", "shared_expert_gate"
 # An expert's matrices: gate, up, down. Mixtral had other names before transformers 5, and another
 # prefix.
 _MATRICES, _OLD_MATRICES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -78,13 +79,14 @@ class MoeSpec:
     num_groups: int = 1  # experts are in groups, and some groups are dropped before the choice
     num_chosen_groups: int = 1
     shared_inner_size: int = 0  # of the expert that every token takes; 0: there is none
+    has_shared_gate: bool = False  # it is scaled by a sigmoid of a product with the token
 
     has_experts = True
 
     @property
     def num_parameters(self) -> int:
         inner = self.num_experts * self.inner_size + self.shared_inner_size
-        return self.hidden_size * (3 * inner + self.num_experts)
+        return self.hidden_size * (3 * inner + self.num_experts + self.has_shared_gate)
 
     @property
     def peak_width(self) -> int:
@@ -112,9 +114,11 @@ class MoeSpec:
         else:
             shapes += [(found.expert(i, 2) + ".weight", (width, inner)) for i in range(count)]
         if self.shared_inner_size:
-            gate, up, down = (f"{found.block}{_SHARED}{x}.weight" for x in _MATRICES)
+            gate, up, down = (f"{found.block}{self.shared}{x}.weight" for x in _MATRICES)
             shapes += [(x, (self.shared_inner_size, width)) for x in (gate, up)]
             shapes.append((down, (width, self.shared_inner_size)))
+        if self.has_shared_gate:
+            shapes.append((f"{found.block}{_SHARED_GATE}.weight", (1, width)))
         return shapes
 
     def cuts(self, at: str, names: set[str], groups: Groups) -> Cuts:
@@ -124,7 +128,7 @@ class MoeSpec:
         if self.shared_inner_size and tp.size > 1:
             for dim, name in zip((0, 0, 1), _MATRICES, strict=True):
                 cut = even_cut(dim, self.shared_inner_size, tp)
-                cuts[f"{found.block}{_SHARED}{name}.weight"] = cut
+                cuts[f"{found.block}{self.shared}{name}.weight"] = cut
         if groups.exchange is not None:
             own = groups.exchange.share(self.num_experts)
             fused = [x for x in (found.gate_up, found.down) if x is not None]
@@ -160,6 +164,11 @@ class MoeSpec:
         return _ExpertLoader(self, read, _find(at, read.source.names()), kernels).load()
 
     @property
+    def shared(self) -> str:
+        """Prefix of the shared expert's tensors."""
+        return _GATED_SHARED if self.has_shared_gate else _SHARED
+
+    @property
     def routing(self) -> Routing:
         return Routing(
             num_chosen=self.num_chosen,
@@ -188,10 +197,13 @@ class _ExpertLoader:
             stored = self.read.source.load(found.block + "gate.e_score_correction_bias")
             bias = stored.to(device, torch.float32)
         num_stacked = self._num_stacked()
-        routing = moe.routing._replace(num_shared=num_stacked)
+        # The gate of shared experts that are stacked is one more row of the router.
+        has_gate = bool(moe.has_shared_gate and num_stacked)
+        routing = moe.routing._replace(num_shared=num_stacked, has_shared_gate=has_gate)
         is_apart = moe.shared_inner_size and not num_stacked
+        logits = self._exact("gate", *[_SHARED_GATE] * has_gate)
         return MoeMlp(
-            router=Router(self._router(), bias, routing, route.on(device)),
+            router=Router(logits, bias, routing, route.on(device)),
             experts=self._experts(),
             shared=self._shared() if is_apart else None,
         )
@@ -209,20 +221,23 @@ class _ExpertLoader:
             return 0
         return moe.shared_inner_size // moe.inner_size
 
-    def _router(self) -> Linear:
-        """Its logits are fp32 in every format: small differences decide the choice."""
-        weight, formats = self.read.tensor(self.found.block + "gate.weight"), self.read.formats
+    def _exact(self, *names: str) -> Linear:
+        """The router's logits are fp32 in every format: small differences decide the choice."""
+        formats = self.read.formats
+        weight = torch.cat([self.read.tensor(f"{self.found.block}{x}.weight") for x in names])
         if not formats.has_fixed_shapes:
             return exact_linear(formats.device)(weight, None)
         router = CudaLinear(weight.to(formats.device, formats.compute), None)
         router.out_dtype = torch.float32
         return router
 
-    def _shared(self) -> GatedMlp:
+    def _shared(self) -> SharedExpert:
         """An MLP, or this rank's part of one, which the experts' sum over ranks adds up."""
-        gate, up, down = (f"{self.found.block}{_SHARED}{x}" for x in _MATRICES)
+        gate, up, down = (f"{self.found.block}{self.moe.shared}{x}" for x in _MATRICES)
         linear = self.read.linear
-        return GatedMlp(linear([gate, up]), linear([down]), self.kernels.silu_and_mul)
+        mlp = GatedMlp(linear([gate, up]), linear([down]), self.kernels.silu_and_mul)
+        is_gated = self.moe.has_shared_gate
+        return SharedExpert(mlp, self._exact(_SHARED_GATE) if is_gated else None)
 
     def _experts(self) -> Experts:
         groups, count = self.read.groups, self.moe.num_experts
@@ -288,7 +303,7 @@ class _ExpertLoader:
         """The matrices of the shared expert, divided into those of `count` experts."""
         if not count:
             return iter(())
-        names = [f"{self.found.block}{_SHARED}{_MATRICES[m]}.weight" for m in parts]
+        names = [f"{self.found.block}{self.moe.shared}{_MATRICES[m]}.weight" for m in parts]
         pairs = zip(parts, names, strict=True)
         cut = [self.read.tensor(n).chunk(count, dim=int(m == 2)) for m, n in pairs]
         return zip(*cut, strict=True)

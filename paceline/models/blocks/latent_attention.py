@@ -35,6 +35,8 @@ class LatentSpec:
     softmax_factor: float = 1.0  # DeepSeek's yarn scales the softmax
 
     num_kv_heads = 1
+    has_pages = True
+    sizes = None
 
     @property
     def head_size(self) -> int:

@@ -6,13 +6,16 @@ Each kind of head is one file: its spec, its loading and its forward. heads/regi
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels.step_rows import BlockLayout
+from paceline.layers.attention import BlockPass, ForwardInputs
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.blocks.dense_mlp import DenseSpec
 from paceline.models.blocks.grouped_attention import GroupedSpec
@@ -23,7 +26,7 @@ from paceline.models.reader import Reader, WeightFormats
 from paceline.models.spec import LayerSpec, ModelSpec
 from paceline.models.weight_source import NamedShapes, RenamedWeights, WeightSource
 from paceline.parallel.groups import ALONE, Groups
-from paceline.state.pages import LayerPages
+from paceline.state.recurrent import LayerStorage
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +57,55 @@ class HeadModel(Protocol):
     def read(self, target_TD: Tensor) -> Tensor:
         """The features of this head from what it reads of the target."""
 
-    def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
+    def forward(
+        self, inputs: ForwardInputs, feature_TD: Tensor, pages: Sequence[LayerStorage]
+    ) -> Tensor:
         """The next features, of all entries or of `inputs.wanted`. Logits come from them too."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """fp32 logits over this rank's part of the head's vocabulary."""
+
+
+class Chain(Protocol):
+    """Corrects the logits of a draft by the draft before it."""
+
+    @property
+    def vocab(self) -> VocabShards:
+        """The part of the vocabulary that corrected logits cover."""
+
+    def __call__(self, logits_BV: Tensor, hidden_BD: Tensor, previous_B: Tensor) -> Tensor:
+        """`previous_B` are ids of the target: drafts, or the newest tokens."""
+
+
+@runtime_checkable
+class BlockModel(Protocol):
+    """A loaded model that drafts a block in one pass."""
+
+    @property
+    def stack(self) -> LayerStack: ...
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def draft_to_target_ids(self) -> Tensor | None: ...
+
+    @property
+    def vocab(self) -> VocabShards:
+        """The part of the model's vocabulary that this rank's logits cover."""
+
+    @property
+    def chain(self) -> Chain | None:
+        """None: no draft depends on another."""
+
+    def forward(self, batch: BlockPass, target_TD: Tensor, pages: Sequence[LayerStorage]) -> Tensor:
+        """What logits are made of, at `batch.output_N`. Writes the KV of committed entries."""
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 logits over this rank's part of the model's vocabulary."""
 
 
 class HeadSpec(Protocol):
@@ -73,7 +120,7 @@ class HeadSpec(Protocol):
 
     def load(
         self, source: WeightSource, formats: WeightFormats, target: Decoder, groups: Groups = ALONE
-    ) -> HeadModel:
+    ) -> HeadModel | BlockModel:
         """Build this rank's part of the head. Tables that it does not bring are the target's."""
 
 
@@ -142,6 +189,45 @@ def pick_embedding(
         return target.embedding
     own = Embedding(read.table(name), vocab)
     return target.embedding if own.is_same(target.embedding) else own
+
+
+def draft_to_target_ids(title: str, name: str, read: Reader, vocab_size: int) -> Tensor | None:
+    """The target's id of each draft id. The file holds the differences (d2t)."""
+    if "model.d2t" not in read.source.names():
+        return None
+    offset_V = read.source.load("model.d2t").to(torch.int64).cpu()
+    token_V = torch.arange(len(offset_V)) + offset_V
+    low, high = int(token_V.min()), int(token_V.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(
+            f"the {title} head {name!r} drafts tokens {low} to {high} (d2t), the target has "
+            f"{vocab_size}; the head belongs to another model."
+        )
+    num_distinct = len(token_V.unique())
+    if num_distinct < len(token_V):
+        raise CheckpointError(
+            f"the {title} head {name!r} has {len(token_V)} tokens, but d2t gives them only "
+            f"{num_distinct} of the target's; it must hold offsets: target id - draft id."
+        )
+    return token_V.to(read.formats.device)
+
+
+def check_draft_model(
+    name: str, spec: ModelSpec, target: ModelSpec, *, may_differ: bool = False
+) -> None:
+    """Refuses whole models that cannot draft for this target. `may_differ`: the vocabularies."""
+    if spec.recurrent is not None:
+        raise CheckpointError(
+            f"the draft model {name!r} ({spec.family}) has recurrent layers, which a draft model "
+            "cannot have: its first pass computes a position again, and a recurrent state cannot "
+            'go back. Use "mtp", "ngram" or another model.'
+        )
+    if spec.vocab_size != target.vocab_size and not may_differ:
+        raise CheckpointError(
+            f"the draft model {name!r} has a vocabulary of {spec.vocab_size} tokens, the target "
+            f"has {target.vocab_size}; a draft model needs the target's vocabulary. Give "
+            '"use_heterogeneous_vocab": true if their tokens are partly the same.'
+        )
 
 
 def for_norm(x_TD: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from paceline.config import SpeculativeConfig
 from paceline.errors import CheckpointError
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
@@ -28,7 +28,8 @@ from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource
 from paceline.parallel.groups import ALONE, Groups
-from paceline.state.pages import LayerPages
+from paceline.speculation import SpeculativeConfig
+from paceline.state.recurrent import LayerStorage
 
 
 def read_eagle(
@@ -128,7 +129,9 @@ class EagleModel:
     def read(self, target_TD: Tensor) -> Tensor:
         return target_TD
 
-    def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
+    def forward(
+        self, inputs: ForwardInputs, feature_TD: Tensor, pages: Sequence[LayerStorage]
+    ) -> Tensor:
         """The output of the last layer."""
         token_TD = self.embedding(inputs.token_T).to(feature_TD.dtype)
         x_TD = self.fc(torch.cat((token_TD, feature_TD), dim=1))

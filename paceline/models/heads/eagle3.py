@@ -6,13 +6,12 @@ Both public formats are read: flat (yuhuili) and nested (speculators).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from paceline.config import SpeculativeConfig
 from paceline.errors import CheckpointError
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
@@ -23,6 +22,7 @@ from paceline.models.heads.base import (
     TABLE,
     as_stored,
     check_embedding,
+    draft_to_target_ids,
     for_norm,
     pick_embedding,
     read_layers,
@@ -35,7 +35,8 @@ from paceline.models.reader import Reader, WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource
 from paceline.parallel.groups import ALONE, Groups
-from paceline.state.pages import LayerPages
+from paceline.speculation import SpeculativeConfig
+from paceline.state.recurrent import LayerStorage
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,9 @@ class Eagle3Spec:
             final_norm=read.norm("model.norm.weight"),
             lm_head=read.head("model.lm_head") if has_head else target.lm_head,
             vocab=tables[_HEAD] if has_head else target.vocab,
-            draft_to_target_ids=_draft_to_target_ids(self.name, read, target.spec.vocab_size),
+            draft_to_target_ids=draft_to_target_ids(
+                "EAGLE-3", self.name, read, target.spec.vocab_size
+            ),
         )
 
     def _stored_shapes(self, source: WeightSource, target: ModelSpec) -> list[NamedShape]:
@@ -228,27 +231,6 @@ class Eagle3Spec:
             norms.append([read.norm("model.input_norm.weight")])
         fc, rms_norm = read.linear(["model.fc"]), stack.kernels.rms_norm
         return TapReader(fc, norms, rms_norm, stack.spec.norm_eps)
-
-
-def _draft_to_target_ids(name: str, read: Reader, vocab_size: int) -> Tensor | None:
-    """The target's id of each draft id. The file holds the differences (d2t)."""
-    if "model.d2t" not in read.source.names():
-        return None
-    offset_V = read.source.load("model.d2t").to(torch.int64).cpu()
-    token_V = torch.arange(len(offset_V)) + offset_V
-    low, high = int(token_V.min()), int(token_V.max())
-    if low < 0 or high >= vocab_size:
-        raise CheckpointError(
-            f"the EAGLE-3 head {name!r} drafts tokens {low} to {high} (d2t), the target has "
-            f"{vocab_size}; the head belongs to another model."
-        )
-    num_distinct = len(token_V.unique())
-    if num_distinct < len(token_V):
-        raise CheckpointError(
-            f"the EAGLE-3 head {name!r} has {len(token_V)} tokens, but d2t gives them only "
-            f"{num_distinct} of the target's; it must hold offsets: target id - draft id."
-        )
-    return token_V.to(read.formats.device)
 
 
 @dataclass(slots=True)
@@ -294,7 +276,9 @@ class Eagle3Model:
     def read(self, target_TD: Tensor) -> Tensor:
         return target_TD if self.reader is None else self.reader(target_TD)
 
-    def forward(self, inputs: ForwardInputs, feature_TD: Tensor, pages: list[LayerPages]) -> Tensor:
+    def forward(
+        self, inputs: ForwardInputs, feature_TD: Tensor, pages: Sequence[LayerStorage]
+    ) -> Tensor:
         """The next features, fp32 unless they are normed."""
         stack, eps = self.stack, self.stack.spec.norm_eps
         rms_norm = stack.kernels.rms_norm
