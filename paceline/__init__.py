@@ -8,6 +8,7 @@ from paceline.errors import (
     CheckpointError,
     ConfigError,
     EngineDead,
+    InvalidGrammar,
     InvalidRequest,
     MissingExtra,
     NotFound,
@@ -15,7 +16,12 @@ from paceline.errors import (
     PacelineError,
     PromptTooLong,
 )
-from paceline.request import CompletionOutput, RequestOutput, SamplingParams
+from paceline.request import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -28,6 +34,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineDead",
+    "InvalidGrammar",
     "InvalidRequest",
     "MissingExtra",
     "NotFound",
@@ -36,6 +43,7 @@ __all__ = [
     "PromptTooLong",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -2,9 +2,11 @@
 
 PacelineError
 ├── InvalidRequest (ValueError)    the request cannot be served as written       -> HTTP 400
-│   └── PromptTooLong              prompt and output cannot fit the model        -> HTTP 400
+│   ├── PromptTooLong              prompt and output cannot fit the model        -> HTTP 400
+│   └── InvalidGrammar             a schema, regex or grammar cannot be served   -> HTTP 400
 ├── NotFound                       no such model or route                        -> HTTP 404
 ├── Overloaded                     the queue is full; try again later            -> HTTP 429
+├── RequestFailed                  one request failed; the engine goes on        -> HTTP 500
 ├── ConfigError (ValueError)       a flag, keyword or config file is wrong       -> exit 2
 ├── CheckpointError                weights, config or tokenizer cannot be loaded -> exit 1
 ├── MissingExtra (ImportError)     a feature needs a package that is not there   -> exit 1
@@ -43,6 +45,13 @@ class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class InvalidGrammar(InvalidRequest):
+    """A schema, regex, grammar or structural tag that cannot be served."""
+
+    def __init__(self, message: str, *, param: str | None = "structured_outputs") -> None:
+        super().__init__(message, param=param)
+
+
 class NotFound(PacelineError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,6 +65,10 @@ class Overloaded(PacelineError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RequestFailed(PacelineError):
+    """Something failed while one request ran. Other requests are not affected."""
 
 
 class ConfigError(PacelineError, ValueError):
@@ -73,7 +86,7 @@ class MissingExtra(PacelineError, ImportError):
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """Ranks are not at the same collective; the message says who is where."""
+    """Ranks are not at the same collective; the message says where each rank is."""
 
 
 class StoppedWhileLoading(PacelineError):
@@ -86,6 +99,12 @@ class StoppedWhileLoading(PacelineError):
 
 class EngineDead(PacelineError, RuntimeError):
     """The engine process has stopped; the message says why."""
+
+
+def error_class(name: str) -> type[PacelineError] | None:
+    """The error of this name, which another process has raised. None: it is none of ours."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, PacelineError) else None
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,6 +1,6 @@
-"""The offline API: `LLM.generate` and `LLM.chat`, blocking, results in the order of the prompts.
+"""The offline API: `LLM.generate` and `LLM.chat` block and return results in prompt order.
 
-Reads what callers write and hands it to the engine client. Never imports torch.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from paceline.config import EngineConfig
-from paceline.engine.batch import Batch, Job
+from paceline.engine.batch import Batch, BatchItem
 from paceline.engine.client import EngineClient
 from paceline.engine.prompts import (
     Messages,
-    Prompt,
+    PromptInput,
     read_conversations,
     read_prompts,
     spread_params,
@@ -32,7 +32,7 @@ _TOKENIZE_AT_ONCE = 1024
 
 
 class ProgressBar(Protocol):
-    """What `use_tqdm` may build when it is no bool; tqdm has this shape."""
+    """What a function given as `use_tqdm` returns, for example a tqdm."""
 
     def update(self, n: int, /) -> object: ...
 
@@ -43,7 +43,7 @@ UseTqdm = bool | Callable[..., ProgressBar]
 
 
 class LLM:
-    """A model in an engine process of its own.
+    """A model in an engine process.
 
     Keywords are the flags of `paceline serve` with underscores, under the names vLLM users know.
     `engine_in_process` (ours) runs the engine in a thread of this process, for debugging.
@@ -64,7 +64,7 @@ class LLM:
 
     @classmethod
     def from_client(cls, client: EngineClient) -> Self:
-        """Around an engine that was started already; closing the LLM closes it."""
+        """An LLM for an engine that was started before. Closing the LLM closes the engine."""
         llm = cls.__new__(cls)
         llm._adopt(client)
         return llm
@@ -72,11 +72,11 @@ class LLM:
     def _adopt(self, client: EngineClient) -> None:
         self._client = client
         self._request_ids = map(str, itertools.count())
-        self._lock = threading.Lock()  # the client is for one thread at a time
+        self._lock = threading.Lock()  # one thread at a time may use the client
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
@@ -86,17 +86,17 @@ class LLM:
 
         `sampling_params` is one for all or one per prompt; None takes the model's own defaults
         (generation_config.json). A prompt that cannot be served raises before any is submitted.
-        Ctrl-C aborts what is running and leaves the LLM usable.
+        Ctrl-C aborts the running prompts and leaves the LLM usable.
         """
         _refuse_keywords(unsupported)
         read = self._encode(read_prompts(prompts))
         each_params = self._params(sampling_params, len(read))
         each_priority = spread_priority(priority, len(read))
-        jobs = [
-            Job(text, ids, params, rank)
+        items = [
+            BatchItem(text, ids, params, rank)
             for (text, ids), params, rank in zip(read, each_params, each_priority, strict=True)
         ]
-        return self._run(jobs, use_tqdm)
+        return self._run(items, use_tqdm)
 
     def chat(
         self,
@@ -108,8 +108,13 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, through the model's chat template."""
+        """Answer a conversation, or each of a list of them, through the model's chat template.
+
+        `tools` are functions in OpenAI's form, which the prompt describes. Outputs are the model's
+        text; the server sorts it into calls.
+        """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message, so it needs "
@@ -120,17 +125,18 @@ class LLM:
         each_params = self._params(sampling_params, len(conversations))
         template = self._client.load_chat_template(chat_template)
         tokenizer = self._client.tokenizer
-        jobs = []
+        items = []
         for conversation, params in zip(conversations, each_params, strict=True):
             text = template.render(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 **(chat_template_kwargs or {}),
             )
             # The template writes the special tokens itself.
-            jobs.append(Job(text, tokenizer.encode(text, add_special_tokens=False), params))
-        return self._run(jobs, use_tqdm)
+            items.append(BatchItem(text, tokenizer.encode(text, add_special_tokens=False), params))
+        return self._run(items, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._client.tokenizer
@@ -181,11 +187,11 @@ class LLM:
             )
         return [(text, next(encoded) if ids is None else ids) for text, ids in read]
 
-    def _run(self, jobs: list[Job], use_tqdm: UseTqdm) -> list[RequestOutput]:
+    def _run(self, items: list[BatchItem], use_tqdm: UseTqdm) -> list[RequestOutput]:
         with self._lock:
-            bar = _ProgressBar(use_tqdm, len(jobs))
+            bar = _ProgressBar(use_tqdm, len(items))
             try:
-                return Batch(self._client, jobs, self._request_ids, bar).run()
+                return Batch(self._client, items, self._request_ids, bar.update).run()
             finally:
                 bar.close()
 
@@ -201,7 +207,7 @@ class _ProgressBar:
         elif use_tqdm:
             self._line = ProgressLine(total, "Processed prompts")
 
-    def update(self, done: int, tokens: int = 0) -> None:
+    def update(self, done: int, tokens: int) -> None:
         if self._line is not None:
             self._line.update(done, tokens)
         if self._theirs is not None and done:

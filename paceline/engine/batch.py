@@ -1,34 +1,28 @@
 """Runs a list of prompts to their ends: a bounded window of them at a time, results in order.
 
-Owns no engine; aborts what it has submitted when it is left early.
+Owns no engine. If it is left early it aborts what it has submitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from paceline.engine.assembly import Delta, Generation, TokenTable
 from paceline.engine.client import EngineClient
-from paceline.engine.interrupt import InterruptFlag
+from paceline.engine.outputs import Delta, Generation, TokenTable
+from paceline.engine.process import InterruptFlag
+from paceline.errors import PacelineError
 from paceline.request import CompletionOutput, RequestOutput, SamplingParams
 
-# How many times the engine's slots may be submitted and unfinished: enough that it never waits
-# for the front, and few enough that a million prompts cost neither side memory.
+# Unfinished prompts for each slot of the engine: enough that the engine never waits for the front,
+# and few enough that a million prompts take little memory on both sides.
 _WINDOW_PER_SLOT = 4
-# Ctrl-C is looked for between two pumps.
+# Longest time to a check for Ctrl-C.
 _PUMP_S = 0.1
 
 
-class Progress(Protocol):
-    """Who wants to know how far it is."""
-
-    def update(self, done: int, tokens: int = 0, /) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchItem:
     """One prompt to complete."""
 
     prompt: str | None
@@ -38,44 +32,44 @@ class Job:
 
 
 class Batch:
-    """One list of jobs. `run` once."""
+    """One list of items. `run` once."""
 
     def __init__(
         self,
         client: EngineClient,
-        jobs: list[Job],
+        items: list[BatchItem],
         request_ids: Iterator[str],
-        progress: Progress | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._client = client
-        self._jobs = jobs
+        self._items = items
         self._request_ids = request_ids
-        self._progress = progress
+        self._on_progress = on_progress  # gets new finished prompts and new tokens
         self._window = _WINDOW_PER_SLOT * client.num_slots
         self._open: dict[int, Generation] = {}
         self._outputs: dict[int, RequestOutput] = {}
-        self._failed: Generation | None = None
+        self._error: PacelineError | None = None
 
     def run(self) -> list[RequestOutput]:
-        """All results in the order of the jobs. A job that cannot be served raises before any is
-        submitted; an engine that fails raises, and what was open is aborted.
+        """All results in the order of the prompts. A prompt that cannot be served raises before any
+        is submitted. A failure raises, and what is open is aborted.
         """
-        for job in self._jobs:
-            self._client.check(job.prompt_token_ids, job.params)
-        order = range(len(self._jobs))
-        # Within the window the engine orders; across windows it is up to us.
-        waiting = iter(sorted(order, key=lambda i: self._jobs[i].priority))
+        for item in self._items:
+            self._client.check(item.prompt_token_ids, item.params)
+        order = range(len(self._items))
+        # The engine orders by priority within the window; this is the order across windows.
+        waiting = iter(sorted(order, key=lambda i: self._items[i].priority))
         with InterruptFlag() as interrupt:
             try:
-                job_idx = next(waiting, None)
-                while job_idx is not None or self._open:
-                    while job_idx is not None and self._may_submit():
-                        self._submit(job_idx)
-                        job_idx = next(waiting, None)
+                index = next(waiting, None)
+                while index is not None or self._open:
+                    while index is not None and self._may_submit():
+                        self._submit(index)
+                        index = next(waiting, None)
                     self._client.pump(_PUMP_S)
                     interrupt.check()
-                    if self._failed is not None and self._failed.error is not None:
-                        raise self._failed.error
+                    if self._error is not None:
+                        raise self._error
             except BaseException:
                 for generation in self._open.values():
                     self._client.abort(generation.request_id)
@@ -85,34 +79,37 @@ class Batch:
     def _may_submit(self) -> bool:
         return self._client.has_room and self._client.num_open < self._window
 
-    def _submit(self, job_idx: int) -> None:
-        job = self._jobs[job_idx]
-        parts = [_Sum(i) for i in range(job.params.n)]
+    def _submit(self, index: int) -> None:
+        item = self._items[index]
+        parts = [_Sum(i) for i in range(item.params.n)]
 
         def on_deltas(deltas: list[Delta]) -> None:
-            self._take(job_idx, parts, deltas)
+            self._take(index, parts, deltas)
 
-        self._open[job_idx] = self._client.submit(
+        self._open[index] = self._client.submit(
             next(self._request_ids),
-            job.prompt_token_ids,
-            job.params,
+            item.prompt_token_ids,
+            item.params,
             on_deltas=on_deltas,
-            prompt=job.prompt,
-            priority=job.priority,
+            on_error=self._fail,
+            prompt=item.prompt,
+            priority=item.priority,
         )
 
-    def _take(self, job_idx: int, parts: list[_Sum], deltas: list[Delta]) -> None:
+    def _fail(self, error: PacelineError) -> None:
+        self._error = error
+
+    def _take(self, index: int, parts: list[_Sum], deltas: list[Delta]) -> None:
         for delta in deltas:
             parts[delta.index].take(delta)
-        generation = self._open[job_idx]
-        if self._progress is not None:
-            self._progress.update(int(generation.finished), sum(len(d.token_ids) for d in deltas))
+        generation = self._open[index]
+        if self._on_progress is not None:
+            self._on_progress(int(generation.finished), sum(len(d.token_ids) for d in deltas))
         if not generation.finished:
             return
-        del self._open[job_idx]
-        if generation.error is not None:
-            self._failed = generation
-        self._outputs[job_idx] = RequestOutput(
+        del self._open[index]
+        self._error = self._error or generation.error
+        self._outputs[index] = RequestOutput(
             request_id=generation.request_id,
             prompt=generation.prompt,
             prompt_token_ids=generation.prompt_token_ids,

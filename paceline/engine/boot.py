@@ -1,6 +1,6 @@
-"""How a rank is told where it sits and what to build, and how it says why it could not.
+"""How a rank is told its place and what to build, and how it says why it ended.
 
-JSON that comes before any of `messages.py`; frames are told apart by their first byte, "{".
+`Start` is JSON; it comes before any message of `messages.py`.
 """
 
 from __future__ import annotations
@@ -8,51 +8,59 @@ from __future__ import annotations
 import json
 import traceback
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from paceline import errors
 from paceline.config import EngineConfig
-from paceline.errors import CollectiveError, EngineDead, PacelineError
+from paceline.engine.messages import Died
+from paceline.errors import CollectiveError, PacelineError
 from paceline.parallel.placement import ONLY_RANK, Layout, RankPlace
 
 _MAX_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """A rank's place, and the descriptors that it has inherited beside its channel to the front."""
+class RankSpawn:
+    """A rank's place, and the descriptors that it inherits beside its channel to the front."""
 
     place: RankPlace = ONLY_RANK
-    plans: tuple[int, ...] = ()  # a leader: one to each peer, in rank order; a peer: to its leader
-    wake: int | None = None  # where a leader is woken by others
-    wake_others: tuple[int, ...] = ()  # where it wakes them
-    shared: tuple[int, ...] = ()  # files that all ranks share; the first has their beats
+    plans: tuple[int, ...] = ()  # of a leader: one to each peer; of a peer: one to its leader
+    wake: int | None = None  # a leader reads here that another leader wakes it
+    wake_others: tuple[int, ...] = ()  # a leader wakes the others here
+    shared: tuple[int, ...] = ()  # files that all ranks share; the first has the heartbeats
+    wakes_by_front: bool = False  # leaders on other nodes are woken through the front
     may_use_gpu: bool = False
 
     @property
     def beats(self) -> int | None:
-        """See life.Beats; None for a rank in a thread of the front."""
+        """For life.Beats; None for a rank in a thread of the front."""
         return self.shared[0] if self.shared else None
 
     @property
     def descriptors(self) -> list[int]:
         woken = [] if self.wake is None else [self.wake]
-        return [*self.plans, *woken, *self.wake_others, *self.shared]
+        store = [] if self.place.store_fd is None else [self.place.store_fd]
+        return [*self.plans, *woken, *self.wake_others, *self.shared, *store]
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Post:
+    def decode(cls, text: str) -> RankSpawn:
         values = json.loads(text)
-        place = values["place"]
         return cls(
-            place=RankPlace(**{**place, "layout": Layout(**place["layout"])}),
+            place=decode_place(values["place"]),
             plans=tuple(values["plans"]),
             wake=values["wake"],
             wake_others=tuple(values["wake_others"]),
             shared=tuple(values["shared"]),
+            wakes_by_front=values["wakes_by_front"],
             may_use_gpu=values["may_use_gpu"],
         )
+
+
+def decode_place(values: dict[str, Any]) -> RankPlace:
+    """From what `asdict` made of it."""
+    return RankPlace(**{**values, "layout": Layout(**values["layout"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +79,17 @@ class Start:
         return cls(EngineConfig.from_keywords(**values["config"]), values["log_level"])
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Engine to front: it cannot start. `kind` is the class name of the error."""
-
-    kind: str
-    message: str
-    after_another: bool = False  # another rank seems to have gone first
-
-    @classmethod
-    def because(cls, error: BaseException) -> Failed:
-        """A deliberate error says all there is to say; any other one says where it came from."""
-        known = isinstance(error, PacelineError)
-        message = str(error) if known else describe(error)
-        return cls(type(error).__name__, message, is_after_another(error))
-
-    def to_error(self, who: str = "") -> PacelineError:
-        """The error that the engine raised, of the same type; EngineDead for one not ours."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, PacelineError):
-            return kind(f"{who}{self.message}")
-        return EngineDead(f"The engine could not start: {who}{self.message}")
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, frame: bytes) -> Failed:
-        return cls(**json.loads(frame))
-
-
-def is_boot_frame(frame: bytes) -> bool:
-    return frame[:1] == b"{"
+def last_words(error: BaseException, *, is_starting: bool = False) -> Died:
+    """What a rank says when it ends. A deliberate error at the start is its own explanation; any
+    other error says where it came from."""
+    is_plain = is_starting and isinstance(error, PacelineError)
+    reason = str(error) if is_plain else describe(error)
+    kind = type(error).__name__ if is_starting else ""
+    return Died(reason, is_after_another(error), kind)
 
 
 def is_after_another(error: BaseException) -> bool:
-    """Whether an error is what a rank sees when another one is gone: nobody answers."""
+    """Whether an error is what a rank sees when another rank has ended or does not answer."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, CollectiveError | ConnectionError):
@@ -116,7 +99,7 @@ def is_after_another(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error and the innermost places of its traceback: enough to know where to look."""
+    """The error and the innermost places of its traceback."""
     head = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_PLACES:]
     places = [f"  at {f.filename}:{f.lineno} in {f.name}" for f in reversed(frames)]

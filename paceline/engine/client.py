@@ -1,7 +1,7 @@
-"""The front's hold on an engine: submit, pump, abort. Everything that serves a user stands on it.
+"""The front's interface to an engine: submit, pump, abort. The server, `LLM` and the CLI use it.
 
-Has no thread and no lock: `submit`, `abort` and `pump` belong to one thread, which either loops
-on `pump` or gives `fileno` to its event loop. Never imports torch.
+Has no thread and no lock: one thread calls `submit`, `abort` and `pump`. It either loops on `pump`
+or gives `fileno` to its event loop. Never imports torch.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline import errors
 from paceline.config import EngineConfig
-from paceline.engine.admission import Admission, Checked
-from paceline.engine.assembly import Assembly, Delta, Generation
-from paceline.engine.cluster import Cluster
+from paceline.engine.admission import Admission
 from paceline.engine.front import Front, load_front
 from paceline.engine.launch import DEFAULT_FACTORY
 from paceline.engine.messages import (
-    Drain,
-    ResetPrefixCache,
-    StartTrace,
+    Control,
     StepMessage,
-    TakeTrace,
     Traced,
     encode,
     encode_abort,
     encode_submit,
 )
+from paceline.engine.open_requests import OpenRequests
+from paceline.engine.outputs import Delta, Generation
 from paceline.engine.router import Router
-from paceline.engine.stats import EngineStats
-from paceline.errors import EngineDead, InvalidRequest, Overloaded, PacelineError
+from paceline.engine.stats import DIED, DRAINED, EngineStats
+from paceline.engine.supervisor import Back, Change, Lost, Supervisor
+from paceline.errors import (
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    PacelineError,
+    RequestFailed,
+)
 from paceline.observe.log import RequestLogger, current_level
 from paceline.observe.trace import Span, unpack_spans
-from paceline.request import Done, RequestMetrics, SamplingParams
-from paceline.scheduler.events import Ended, Events
+from paceline.request import EngineRequest, RequestMetrics, SamplingParams
 from paceline.step import RunnerInfo
 from paceline.text.chat import ChatTemplate, load_chat_template
 from paceline.text.tokenizer import Tokenizer
@@ -46,33 +48,36 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[list[Delta]], None]
 _CLOSE_GRACE_S = 5.0
-MOST_UNSENT_BYTES = 64 << 20  # of messages that a replica has not taken; a prompt has 4 per token
+MOST_UNSENT_BYTES = 64 << 20  # messages that a replica has not read; a prompt token has 4 bytes
 
 
 class EngineClient:
     """A running engine. Build it with `start`."""
 
     def __init__(
-        self, config: EngineConfig, cluster: Cluster, info: RunnerInfo, front: Front
+        self, config: EngineConfig, supervisor: Supervisor, info: RunnerInfo, front: Front
     ) -> None:
         self.config = config
-        self.info = info  # of one replica
+        self.info = info  # sizes are those of one replica
         self.front = front
-        self.stats = EngineStats(num_replicas=cluster.num_replicas)
-        self._cluster = cluster
-        self._router = Router(cluster.num_replicas)
+        num_replicas = supervisor.num_replicas
+        self.stats = EngineStats(num_replicas=num_replicas)
+        self._supervisor = supervisor
+        router = Router(num_replicas, num_replicas * info.num_pages * info.page_size)
+        self.requests = OpenRequests(router, front, self.stats)
         self._admission = Admission(config, info, front)
-        self._generations: dict[str, Generation] = {}
-        self._open: dict[int, Assembly] = {}
-        self._leaving: set[int] = set()  # aborted by `abort`; the engine has not let go of them
         self._next_uid = 1
         self._is_draining = False
         self._dead: EngineDead | None = None
-        self._to_abort: dict[int, list[int]] = {}  # by replica
-        self._traced: dict[int, bytes] = {}  # traces that came, by replica, for `take_trace`
+        self._traced: dict[int, bytes] = {}  # by replica, for `take_trace`
+        self._untraced: set[int] = set()  # replicas whose trace has not come
+        # Ranks that restart when their requests have finished, or at this time.
+        self._draining_ranks: dict[int, float] = {}
+        # Gets (replica, packed spans) for each `read_trace` and replica, instead of `take_trace`.
+        self.on_trace: Callable[[int, bytes], None] | None = None
         self._templates: dict[str | None, ChatTemplate] = {}
-        # An engine outlives neither its client nor the interpreter, also when nobody calls close.
-        self._finalizer = weakref.finalize(self, cluster.stop, _CLOSE_GRACE_S)
+        # Without a call of `close` the engine ends with its client, or with the interpreter.
+        self._finalizer = weakref.finalize(self, supervisor.stop, _CLOSE_GRACE_S)
 
     @classmethod
     def start(
@@ -86,19 +91,19 @@ class EngineClient:
     ) -> EngineClient:
         """Start an engine and return when it serves. `progress` gets (stage, fraction).
 
-        `in_process` runs the engine in a thread of this process. `factory` names what builds the
-        runner there (`module:function`). `front` replaces what the model's files say.
+        `in_process` runs the engine in a thread of this process. `factory` is the function that
+        builds the runner (`module:function`). `front` replaces what the model's files say.
         """
-        cluster = Cluster.launch(config, factory, in_process=in_process)
+        supervisor = Supervisor(config, factory, in_process=in_process)
         try:
-            # The engine imports torch meanwhile; it looks for the model once we have found it, so
-            # that a model is fetched once.
+            # The engine imports torch meanwhile. It looks for the model after the front has found
+            # it, so that a model is downloaded once.
             if front is None:
                 front = load_front(config)
-            cluster.begin(config, current_level())
-            return cls(config, cluster, cluster.await_ready(progress), front)
+            supervisor.begin(config, current_level())
+            return cls(config, supervisor, supervisor.await_ready(progress), front)
         except BaseException:
-            cluster.stop(0.0)
+            supervisor.stop(0.0)
             raise
 
     # ---- the model
@@ -112,21 +117,13 @@ class EngineClient:
             )
         return self.front.tokenizer
 
-    @property
-    def chat_template(self) -> ChatTemplate:
-        return self.load_chat_template(None)
-
     def load_chat_template(self, override: str | None) -> ChatTemplate:
-        """The model's own template, or the one in `override` (a file or the text of it)."""
+        """The model's template, or the one in `override` (a file or its text)."""
         if self.front.text_files is None:
             raise InvalidRequest("This engine has no model files, so no chat template.")
         if override not in self._templates:
             self._templates[override] = load_chat_template(self.front.text_files, override)
         return self._templates[override]
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.front.eos_token_ids
 
     @property
     def default_sampling(self) -> dict[str, Any]:
@@ -137,40 +134,36 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Sequences submitted and not finished."""
-        return len(self._open)
+        return self.requests.num_open
 
     @property
     def num_leaving(self) -> int:
-        """Sequences that were aborted and that the engine has not let go of yet."""
-        return len(self._leaving)
+        """Aborted sequences that the engine has not ended yet."""
+        return len(self.requests.leaving)
 
     @property
     def has_room(self) -> bool:
-        """Whether `submit` can queue one more; False while an engine takes no messages."""
-        replicas = range(self._cluster.num_replicas)
-        return all(self._cluster.num_unsent_bytes(r) <= MOST_UNSENT_BYTES for r in replicas)
+        """Whether `submit` can queue one more; False if an engine does not read its messages."""
+        replicas = range(self._supervisor.num_replicas)
+        return all(self._supervisor.num_unsent_bytes(r) <= MOST_UNSENT_BYTES for r in replicas)
 
     @property
     def is_alive(self) -> bool:
-        has_ended = self._dead is not None or self._cluster.has_stopped
+        has_ended = self._dead is not None or self._supervisor.has_stopped
         return not has_ended and self._finalizer.alive
 
     @property
-    def engine_pid(self) -> int | None:
-        """Of the first rank; None for an engine in this process."""
-        return next(iter(self.engine_pids), None)
-
-    @property
     def engine_pids(self) -> list[int]:
-        """Of every rank, in rank order."""
-        return self._cluster.pids
+        """One for each rank that does not restart, in rank order; empty for an engine in this
+        process."""
+        return self._supervisor.pids
 
     @property
     def num_slots(self) -> int:
         """Sequences that can run at once, in all replicas together."""
-        return self.info.num_slots * self._cluster.num_replicas
+        return self.info.num_slots * self._supervisor.num_replicas
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Checked:
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> EngineRequest:
         """Raise what `submit` would raise for this request, without submitting it."""
         return self._admission.check(prompt_token_ids, params)
 
@@ -181,13 +174,16 @@ class EngineClient:
         params: SamplingParams,
         *,
         on_deltas: Sink,
+        on_error: Callable[[PacelineError], None] | None = None,
         prompt: str | None = None,
         priority: int = 0,
+        replica: int | None = None,
     ) -> Generation:
-        """Queue a request; never waits. Its deltas come to `on_deltas` from within `pump`.
+        """Queue a request; never waits. `pump` calls `on_deltas` with its deltas. `replica`: the
+        one that shall run it; None: the router chooses.
 
-        A sink that raises loses its request, which is aborted, and nothing else. Raises Overloaded
-        without `has_room`.
+        If `on_deltas` raises, this request is aborted and `on_error` is called; other requests go
+        on. Raises Overloaded without `has_room`.
         """
         self._check_serves()
         if not self.has_room:
@@ -195,65 +191,68 @@ class EngineClient:
                 f"Over {MOST_UNSENT_BYTES >> 20} MiB of requests wait for the engine to read them; "
                 "try again later."
             )
-        if request_id in self._generations:
+        if replica is not None and replica not in range(self.stats.num_replicas):
+            raise InvalidRequest(
+                f"The request asks for data-parallel rank {replica}; this server has ranks 0 to "
+                f"{self.stats.num_replicas - 1}.",
+                param="X-data-parallel-rank",
+            )
+        if request_id in self.requests.by_id:
             raise InvalidRequest(f"Request id {request_id!r} is in use.", param="request_id")
         checked = self._admission.check(prompt_token_ids, params)
         now = time.monotonic()
         generation = Generation(
             request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=checked.prompt_token_ids,
+            prompt_token_ids=list(checked.prompt_token_ids),
             params=params,
             on_deltas=on_deltas,
             metrics=RequestMetrics(arrival_time=now),
+            on_error=on_error,
+            replica=replica,
         )
-        requests = self._admission.requests(
-            checked, self._next_uid, priority=priority, arrival_s=now
-        )
+        requests = self._admission.split(checked, self._next_uid, priority=priority, arrival_s=now)
         self._next_uid += len(requests)
-        self._generations[request_id] = generation
-        replica = self._router.assign([request.uid for request in requests])
-        for index, request in enumerate(requests):
-            self._open[request.uid] = Assembly(
-                generation, index, self.front.tokenizer, self.front.eos_token_ids
-            )
-            generation.open_uids.add(request.uid)
+        self.requests.add(generation, requests)
         try:
-            for request in requests:
-                self._cluster.send(replica, encode_submit(request))
+            self._send_unplaced()
         except EngineDead:
-            self._forget(generation, generation.open_uids)  # the caller is told here, once
+            self.requests.forget(generation, generation.open_uids)  # this raise tells the caller
             raise
-        self.stats.num_held = self._router.num_held
+        self.stats.num_held = self.requests.num_held
         return generation
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its sink is not called again. Unknown (finished) ids are ignored.
 
-        Its sequences are `num_leaving` until the engine says that it has let go of them.
+        Its sequences count as `num_leaving` until the engine says that they have ended.
         """
-        generation = self._generations.get(request_id)
-        if generation is not None:
-            self._abort(generation)
-            self._flush_aborts()
+        self.requests.abort(request_id)
+        self._flush_aborts()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests are not disturbed."""
         self._check_serves()
-        self._cluster.send_all(encode(ResetPrefixCache()))
+        self._supervisor.send_all(encode(Control.RESET_PREFIX_CACHE))
 
-    # ---- what the loop does with its time
+    # ---- traces
 
     def start_trace(self) -> None:
-        """Have the engine record the stages of every step; it keeps the newest."""
+        """Have the engine record the stages of every step; it keeps the newest steps."""
         self._check_serves()
-        self._cluster.send_all(encode(StartTrace()))
+        self._supervisor.send_all(encode(Control.START_TRACE))
+
+    def read_trace(self, *, stop: bool = False) -> None:
+        """Ask for what was recorded since the last call; `pump` gives it to `on_trace`."""
+        self._check_serves()
+        self._supervisor.send_all(encode(Control.TAKE_TRACE if stop else Control.READ_TRACE))
 
     def take_trace(self) -> list[Span]:
-        """What all replicas recorded since `start_trace`. Pumps until it is there."""
+        """What all replicas have recorded since `start_trace`. Pumps until it has come."""
         self._check_serves()
-        self._cluster.send_all(encode(TakeTrace()))
-        while len(self._traced) < self._cluster.num_replicas:
+        self._untraced = set(self._supervisor.serving)
+        self._supervisor.send_all(encode(Control.TAKE_TRACE))
+        while self._untraced:
             self.pump(None)
         traced, self._traced = self._traced, {}
         return [span for r in sorted(traced) for span in unpack_spans(traced[r], r)]
@@ -262,166 +261,149 @@ class EngineClient:
 
     def fileno(self) -> int:
         """Readable when `pump` has something to do."""
-        return self._cluster.fileno()
+        return self._supervisor.fileno()
 
     def pump(self, timeout_s: float | None = 0.0) -> int:
         """Take what has arrived, waiting up to `timeout_s` for it, and call the sinks.
 
-        Returns the number of deltas. Raises EngineDead once the engine is gone (after a drain: from
+        Returns the number of deltas. Raises EngineDead if the engine has ended (after a drain: from
         the second call on); by then every open request has ended with finish_reason "error".
         """
         if self._dead is not None:
             raise self._dead
-        news: dict[Generation, list[Delta]] = {}
-        for replica, message in self._cluster.receive(timeout_s):
+        for replica, message in self._supervisor.receive(timeout_s):
             match message:
                 case StepMessage():
-                    self._take_step(replica, message, news)
+                    self.requests.take_step(replica, message)
+                case Traced(spans=spans) if self.on_trace is not None:
+                    self.on_trace(replica, spans)
                 case Traced(spans=spans):
                     self._traced[replica] = spans
+                    self._untraced.discard(replica)
         self._flush_aborts()
-        if self._cluster.is_over:
-            self._die(news)
-        count = self._deliver(news)
-        self.stats.num_held = self._router.num_held
-        if self._dead is not None and not self._cluster.has_stopped:
+        self._restart_drained_ranks()
+        for change in self._supervisor.take_changes():
+            self._take_change(change)
+        if self._supervisor.death is not None:
+            self._dead = EngineDead(self._supervisor.death)
+            self.requests.end_all(self._dead)
+        count = self._deliver()
+        self.stats.num_held = self.requests.num_held
+        if self._dead is not None and not self._supervisor.has_stopped:
             raise self._dead
         return count
 
     def drain(self) -> None:
-        """Take no more requests; the engine stops when those it has are finished.
+        """Take no more requests; the engine stops when the open ones have finished.
 
         Keep pumping until `num_open` is 0, then close.
         """
         if self.is_alive and not self._is_draining:
             self._is_draining = True
-            self._cluster.send_all(encode(Drain()))
+            self._supervisor.send_all(encode(Control.DRAIN))
+
+    def drain_rank(self, rank: int, grace_s: float) -> None:
+        """Restart a rank, with all ranks that restart together with it. They take no new requests;
+        what has not finished in `grace_s` goes on elsewhere or after the restart.
+
+        Keep pumping until `is_restarting(rank)` is False.
+        """
+        self._check_serves()
+        if not 0 <= rank < self._supervisor.layout.num_ranks:
+            raise InvalidRequest(
+                f"There is no rank {rank}; the ranks are 0 to "
+                f"{self._supervisor.layout.num_ranks - 1}.",
+                param="rank",
+            )
+        if not self._supervisor.can_restart:
+            raise InvalidRequest("This engine is a thread and cannot be restarted.", param="rank")
+        ranks, replicas = self._supervisor.group_of_rank(rank)
+        if not self.is_restarting(rank):
+            self._draining_ranks[ranks.start] = time.monotonic() + grace_s
+            self.requests.router.closed |= {*replicas}
+            self._restart_drained_ranks()
+
+    def is_restarting(self, rank: int) -> bool:
+        """Whether a rank drains or restarts."""
+        ranks, replicas = self._supervisor.group_of_rank(rank)
+        is_serving = replicas.start in self._supervisor.serving
+        return ranks.start in self._draining_ranks or not is_serving
 
     def close(self, grace_s: float = _CLOSE_GRACE_S) -> None:
-        """Stop the engine; what runs is dropped. A second call does nothing."""
+        """Stop the engine and drop running requests. A second call does nothing."""
         if self._finalizer.detach() is not None:
-            self._cluster.stop(grace_s)
+            self._supervisor.stop(grace_s)
 
     # ---- inside
 
-    def _take_step(
-        self, replica: int, message: StepMessage, news: dict[Generation, list[Delta]]
-    ) -> None:
-        self.stats.take(message, replica)
-        if message.events:
-            self._take_events(message.events)
-        uids: list[int] = message.uid_B.tolist()
-        for entry in message.prompt_logprobs:
-            if (assembly := self._open.get(uids[entry.row])) is not None:
-                assembly.take_prompt_logprobs(entry)
-        logprobs = {entry.row: entry for entry in message.logprobs}
-        now = time.monotonic()
-        rows = zip(
-            uids,
-            message.count_B.tolist(),
-            message.token_BW.tolist(),
-            message.done_B.tolist(),
-            message.num_drafts_B.tolist(),
-            message.num_accepted_B.tolist(),
-            strict=True,
-        )
-        for row, (uid, count, tokens, done, num_drafts, num_accepted) in enumerate(rows):
-            assembly = self._open.get(uid)
-            if assembly is None:
-                continue  # aborted here while the engine was still at it
-            metrics = assembly.generation.metrics
-            metrics.num_steps += 1
-            metrics.num_draft_tokens += num_drafts
-            metrics.num_accepted_tokens += num_accepted
-            if not count and not done:
-                continue
-            if count and metrics.first_token_time is None:
-                metrics.first_token_time = now
-            delta = assembly.take(tokens[:count], Done(done), logprobs.get(row))
-            self._add(news, assembly, uid, delta)
-            if assembly.finished and not done:
-                # a stop string: the engine does not know yet
-                self._to_abort.setdefault(replica, []).append(uid)
-        for ended in message.events.ended:
-            if ended.uid in self._leaving:
-                self._let_go(ended.uid)
-            # Of several ranks it may not be this one that failed first: `_die` finds out.
-            if ended.error != EngineDead.__name__ or self._cluster.num_ranks == 1:
-                self._take_end(ended, news)
-
-    def _take_events(self, events: Events) -> None:
-        for uid, num_cached in events.admitted:
-            assembly = self._open.get(uid)
-            # Only the first admission: a resumed request finds its own pages again.
-            if assembly is not None and not assembly.was_admitted:
-                assembly.was_admitted = True
-                assembly.generation.metrics.num_cached_tokens += num_cached
-                self.stats.num_cached_tokens += num_cached
-                self.stats.num_prompt_tokens += len(assembly.generation.prompt_token_ids)
-        for uid in events.preempted:
-            if (assembly := self._open.get(uid)) is not None:
-                assembly.generation.metrics.num_preemptions += 1
-
-    def _take_end(self, ended: Ended, news: dict[Generation, list[Delta]]) -> None:
-        assembly = self._open.get(ended.uid)
-        if assembly is None:
-            return
-        if ended.reason:
-            assembly.generation.error = _error_named(ended.error, ended.reason)
-        self._add(news, assembly, ended.uid, assembly.end(ended))
-
-    def _add(
-        self, news: dict[Generation, list[Delta]], assembly: Assembly, uid: int, delta: Delta
-    ) -> None:
-        generation = assembly.generation
-        news.setdefault(generation, []).append(delta)
-        self.stats.num_generated_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self.stats.finished[delta.finish_reason] += 1
-            self._forget(generation, [uid])
-
-    def _forget(self, generation: Generation, uids: Iterable[int]) -> None:
-        for uid in list(uids):
-            if uid not in self._leaving:
-                self._router.release(uid)
-            del self._open[uid]
-            generation.open_uids.discard(uid)
-        if not generation.open_uids:
-            generation.finished = True
-            generation.metrics.finished_time = time.monotonic()
-            del self._generations[generation.request_id]
-
-    def _abort(self, generation: Generation) -> None:
-        generation.is_aborted = True
-        self._leaving |= generation.open_uids
-        for uid in generation.open_uids:
-            self._to_abort.setdefault(self._router.owner(uid), []).append(uid)
-        self.stats.finished["abort"] += len(generation.open_uids)
-        self._forget(generation, generation.open_uids)
-
-    def _let_go(self, uid: int) -> None:
-        """The engine has nothing left of an aborted sequence: its place is free."""
-        self._leaving.remove(uid)
-        self._router.release(uid)
-
     def _flush_aborts(self) -> None:
-        to_abort, self._to_abort = self._to_abort, {}
-        for replica, uids in to_abort.items():
-            with contextlib.suppress(EngineDead):  # `pump` is who reports it
-                self._cluster.send(replica, encode_abort(uids))
+        for replica, uids in self.requests.take_aborts().items():
+            with contextlib.suppress(EngineDead):  # `pump` reports it
+                self._supervisor.send(replica, encode_abort(uids))
 
-    def _deliver(self, news: dict[Generation, list[Delta]]) -> int:
+    def _send_unplaced(self) -> None:
+        for replica, request in self.requests.place():
+            self._supervisor.send(replica, encode_submit(request))
+
+    def _restart_drained_ranks(self) -> None:
+        for rank, give_up_s in list(self._draining_ranks.items()):
+            replicas = self._supervisor.group_of_rank(rank)[1]
+            num_open = sum(self.requests.router.num_open[r] for r in replicas)
+            if not num_open or time.monotonic() >= give_up_s:
+                del self._draining_ranks[rank]
+                self._supervisor.restart_rank(rank, "A restart was asked for.")
+
+    def _take_change(self, change: Change) -> None:
+        """Replicas have ended, or are back: their requests find other replicas, or these."""
+        closed = self.requests.router.closed
+        if isinstance(change, Back):
+            closed -= {*change.replicas}
+        else:
+            closed |= {*change.replicas}
+        if isinstance(change, Lost):
+            self._untraced -= {*change.replicas}
+            tensor_parallel = self._supervisor.layout.tensor_parallel
+            self._draining_ranks.pop(change.replicas.start * tensor_parallel, None)  # done so
+            self.stats.restarts[change.cause] += 1
+            self.stats.restart_reason = change.reason
+            retry = self.config.device.retry or change.cause == DRAINED
+            error = EngineDead(change.reason)
+            num_slots = self.info.num_slots if change.cause == DIED else 0
+            for replica in change.replicas:
+                self.stats.forget(replica)
+                self.requests.lose(replica, error, retry=retry, num_slots=num_slots)
+        self.stats.num_restarting = self.stats.num_replicas - len(self._supervisor.serving)
+        with contextlib.suppress(EngineDead):  # `pump` reports it
+            self._send_unplaced()
+            if self._is_draining and isinstance(change, Back):
+                for replica in change.replicas:
+                    self._supervisor.send(replica, encode(Control.DRAIN))
+
+    def _deliver(self) -> int:
+        """Call the sinks."""
         count = 0
-        for generation, deltas in news.items():
+        for generation, deltas in self.requests.take_deltas().items():
             if generation.is_aborted:
-                continue  # by the sink of another one
+                continue  # the sink of another request aborted it
             count += len(deltas)
             try:
                 generation.on_deltas(deltas)
-            except Exception:
-                RequestLogger(logger, generation.request_id).exception("a sink failed")
-                self.abort(generation.request_id)
+            except Exception as error:
+                self._fail(generation, error)
         return count
+
+    def _fail(self, generation: Generation, error: Exception) -> None:
+        """A sink raised: end its request and tell its owner. Other requests go on."""
+        RequestLogger(logger, generation.request_id).exception("a sink failed")
+        generation.error = RequestFailed(
+            f"The front failed on this request ({type(error).__name__}); its log says why."
+        )
+        self.abort(generation.request_id)
+        if generation.on_error is not None:
+            try:
+                generation.on_error(generation.error)
+            except Exception:
+                RequestLogger(logger, generation.request_id).exception("its owner failed too")
 
     def _check_serves(self) -> None:
         if self._dead is not None:
@@ -430,24 +412,3 @@ class EngineClient:
             raise EngineDead("The engine was closed.")
         if self._is_draining:
             raise EngineDead("The engine is shutting down and takes no more requests.")
-
-    def _die(self, news: dict[Generation, list[Delta]]) -> None:
-        """A rank is gone: end the others and what is open, and raise from here on."""
-        for uid in list(self._leaving):
-            self._let_go(uid)
-        if self._cluster.has_stopped and not self._open:
-            self._dead = EngineDead("The engine has stopped, as it was asked to.")
-            return
-        self._dead = EngineDead(self._cluster.death_notice())
-        if self._cluster.num_ranks > 1:
-            self._cluster.kill()
-        for uid, assembly in list(self._open.items()):
-            assembly.generation.error = self._dead
-            self._take_end(Ended(uid, Done.ERROR), news)
-
-
-def _error_named(name: str, message: str) -> PacelineError:
-    kind = getattr(errors, name, None) if name else None
-    if isinstance(kind, type) and issubclass(kind, PacelineError):
-        return kind(message)
-    return EngineDead(message)

@@ -1,6 +1,6 @@
 """The zero-bubble loop: plan, launch, publish, wait, commit. One loop for every run-ahead depth.
 
-Never touches a device, a socket or text; owns the order of things.
+Owns the order of these stages. Never touches a device, a socket or text.
 """
 
 from __future__ import annotations
@@ -12,30 +12,27 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from paceline.config import EngineConfig
+from paceline.engine.checks import RequestChecks
+from paceline.engine.grammars import Grammars
+from paceline.engine.loop_state import Activity, LoopState
 from paceline.engine.mailbox import Inbox
 from paceline.engine.messages import (
     Abort,
-    Drain,
+    Control,
+    EngineMessage,
     Gauges,
-    ResetPrefixCache,
-    StartTrace,
-    Stop,
-    Stopped,
-    Submit,
-    TakeTrace,
     Traced,
     Wake,
     decode,
     encode,
     encode_step,
-    pack_step,
-    without_rows,
+    submit_uid,
 )
 from paceline.engine.stopwatch import Stopwatch
-from paceline.errors import EngineDead, InvalidRequest
+from paceline.errors import EngineDead, InvalidGrammar, PacelineError
 from paceline.observe.trace import TraceRing
 from paceline.request import Done, EngineRequest
-from paceline.scheduler.events import Emitted, Events, TokenConstraint
+from paceline.scheduler.events import Events, MaskFiller, TokenConstraint
 from paceline.scheduler.scheduler import Scheduler
 from paceline.step import (
     InFlightStep,
@@ -44,26 +41,27 @@ from paceline.step import (
     StepAgreement,
     StepPlan,
     StepProposal,
+    StepResult,
     StepSize,
 )
 
 logger = logging.getLogger(__name__)
 _NO_EVENTS = Events()
-SPARE_AFTER_S = 1.0  # a pause between two requests is no spare time
-LONG_STEP_S = 0.05  # so often aborts are looked for while a step runs
-MOST_MESSAGES_PER_TURN = 64  # a burst of submits must not hold up those who run
+LONG_STEP_S = 0.05  # while a step runs longer than this, aborts are read
+MOST_MESSAGES_PER_TURN = 64  # a burst of submits must not delay running requests
 
 
 @dataclass(slots=True)
 class _Launched:
     plan: StepPlan
     step: InFlightStep
-    is_bound: bool  # False: a late plan whose masks are still to come
+    is_bound: bool  # False: a late plan that waits for its masks
 
 
 class Engine:
     """Requests in, one packed message per step out. Every method is called by the loop thread.
 
+    `filler` computes the masks of constrained requests; by default the grammars do.
     `delay` is a hook for tests: called with the name of each stage before it runs.
     """
 
@@ -73,88 +71,106 @@ class Engine:
         config: EngineConfig,
         publish: Callable[[bytes], None],
         *,
+        filler: MaskFiller | None = None,
         delay: Callable[[str], None] | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, runner.info)
+        self.grammars = Grammars(config, runner.info.vocab_size)
+        self.scheduler = Scheduler(config, runner.info, filler or self.grammars)
+        self._checks = RequestChecks(config, runner.info)
         self.depth = config.scheduler.depth
         self._runner = runner
         self.lockstep: Lockstep | None = runner.lockstep
-        self.is_draining = False  # takes no more requests, and ends when all have ended
-        self.has_spare_time = False  # idle for a while
-        self.may_end = False  # drained, and nobody needs this rank
-        # So often does a loop at rest show others that it is there: a frozen one is missed.
-        self.pulse_s = config.device.stall_timeout / 4
+        # An idle loop shows its peers and the other replicas a heartbeat, so that they notice a
+        # frozen one.
+        self.state = LoopState(heartbeat_s=config.device.stall_timeout / 4)
         self.publish = publish
-        self.read_aborts: Callable[[], list[int]] = list  # that came while a long step runs
+        self.read_aborts: Callable[[], list[int]] = list  # aborts that came during a long step
         self._delay = delay
         self._in_flight: deque[_Launched] = deque()
-        self._unpublished: list[Emitted] = []
+        self._unpublished: list[StepResult] = []
         self._dead: str | None = None
-        self._watch = Stopwatch()
+        self.watch = Stopwatch()  # any thread may read its `present`
         self._since = Gauges()
 
     # ---- requests
 
     def add(self, request: EngineRequest, *, constraint: TokenConstraint | None = None) -> None:
-        """Queue a request. Raises InvalidRequest when it could never run."""
+        """Queue a request. Raises InvalidRequest if it could never run."""
         self._check_alive()
+        self._checks.check(request)
+        if constraint is None and request.params.structured_outputs is not None:
+            constraint = self.grammars.start(request)
+            if constraint is None:
+                return  # a later turn adds it
         self.scheduler.add(request, constraint)
 
-    def abort(self, uid: int) -> None:
-        """End a request now, whatever it is doing. Unknown uids (ended ones) are ignored."""
-        self.scheduler.abort(uid)
+    def _add_compiled(self) -> None:
+        """Queue requests whose grammar was compiled meanwhile."""
+        for request, outcome in self.grammars.take_ready():
+            if isinstance(outcome, PacelineError):
+                self.refuse(request.uid, outcome)
+            else:
+                self.scheduler.add(request, outcome)
+
+    def abort(self, uid: int) -> bool:
+        """End a request now. False: there is no such request; it may have ended."""
+        if self.grammars.forget(uid):
+            self.scheduler.report_abort(uid)
+            return True
+        return self.scheduler.abort(uid)
 
     def let_go(self, uids: Iterable[int]) -> None:
-        """Abort these, and report an end of each: the front keeps their places until it hears it.
+        """Abort requests and report the end of each, which frees their places in the front.
 
-        One that is not here has ended before, or was dropped in the inbox.
+        A request that is unknown here has ended before, or was dropped in the inbox.
         """
         for uid in uids:
-            if not self.scheduler.abort(uid):
+            if not self.abort(uid):
                 self.scheduler.report_abort(uid)
         self.scheduler.drop_unwanted_steps()
 
-    def refuse(self, uid: int, error: InvalidRequest) -> None:
-        """Answer a request that `add` raised for."""
-        self.scheduler.refuse(uid, str(error), type(error).__name__)
+    def refuse(self, uid: int, error: Exception) -> None:
+        """End a request that could not be decoded or added; other requests go on.
+
+        The front had checked it, so this is a fault of ours, except for grammars: only the engine
+        compiles them.
+        """
+        if not isinstance(error, InvalidGrammar):
+            logger.error("request %d cannot run", uid, exc_info=error)
+        param = getattr(error, "param", None)
+        self.scheduler.refuse(uid, str(error), type(error).__name__, param)
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Forget cached prefixes; with `preempt_running` recompute the running requests too."""
+        """Forget cached prefixes; with `preempt_running` also recompute the running requests."""
         self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     @property
     def num_unfinished(self) -> int:
-        return self.scheduler.num_unfinished
-
-    def stats(self) -> dict[str, float]:
-        """Totals since the start, and where things stand now."""
-        return {
-            **self.scheduler.stats(),
-            "bubble_s": self._watch.idle_s,
-            "busy_s": self._watch.busy_s,
-            "host_s": self._watch.host_s,
-            "num_in_flight": float(len(self._in_flight)),
-        }
+        return self.scheduler.num_unfinished + self.grammars.num_waiting
 
     @property
-    def doing(self) -> tuple[str, int, float]:
-        """The present stage, the step it is about and when it began; no stage: at rest. For any
-        thread."""
-        return self._watch.present
+    def _is_drained(self) -> bool:
+        """No request comes any more, from the front or from the grammars."""
+        return self.state.is_draining and not self.grammars.num_waiting
 
     def start_trace(self) -> None:
         """Record the stages of every step from now on; the ring keeps the newest."""
-        self._watch.trace = TraceRing()
+        self.watch.trace = TraceRing()
+
+    def read_trace(self) -> None:
+        """Publish what was recorded since the last time."""
+        ring = self.watch.trace
+        self.publish(encode(Traced(b"" if ring is None else ring.take())))
 
     def take_trace(self) -> None:
-        """Publish what was recorded, and stop recording."""
-        ring, self._watch.trace = self._watch.trace, None
-        self.publish(encode(Traced(b"" if ring is None else ring.packed())))
+        """The same, and stop recording."""
+        self.read_trace()
+        self.watch.trace = None
 
     # ---- the loop
 
     def turn(self) -> bool:
-        """One turn of the loop. False: nothing to do, block on the inbox."""
+        """One turn of the loop. False: there is no work; `state` says what to do."""
         self._check_alive()
         try:
             return self._turn()
@@ -162,16 +178,19 @@ class Engine:
             self._fail(error)
             raise EngineDead(self._dead) from error
         finally:
-            self._watch.leave()
+            self.watch.leave()
 
     def _turn(self) -> bool:
         self._stage("plan")
+        if self.grammars.num_waiting:
+            self._add_compiled()
         plan, agreed = self.scheduler.plan(), None
         if self.lockstep is not None:
             plan, agreed = self._agree(self.lockstep, plan)
         if plan is None:
-            return self._drain(agreed)
-        self._watch.step = plan.step
+            return self._turn_without_plan(agreed)
+        self.state.found_work()
+        self.watch.step = plan.step
         self._launch(plan)
         self._publish_all()
         # The masks of a late plan need the result before it, so nothing may run ahead of it.
@@ -183,44 +202,48 @@ class Engine:
     def _agree(
         self, lockstep: Lockstep, plan: StepPlan | None
     ) -> tuple[StepPlan | None, StepAgreement]:
-        """What all replicas do next. Who has no rows for it runs an empty plan of that shape."""
+        """What all replicas do next. A replica without rows runs an empty plan of that size."""
         self._stage("agree", 0 if plan is None else plan.step)
         agreed = lockstep.agree(
             StepProposal(
                 step_size=StepSize() if plan is None else self._runner.step_size(plan),
                 has_plan=plan is not None,
                 is_unfinished=bool(self._in_flight) or self.scheduler.num_unfinished > 0,
-                is_draining=self.is_draining,
-                has_spare_time=self.has_spare_time,
+                is_draining=self._is_drained,
+                has_spare_time=self.state.has_spare_time,
             )
         )
         if agreed.has_plan:
             plan = plan or self.scheduler.plan_empty()
-            plan.agreed, plan.k = agreed.step_size, agreed.step_size.k
+            size = agreed.step_size
+            plan.agreed, plan.k, plan.draft_k = size, size.k, size.draft_k
         return plan, agreed
 
-    def _drain(self, agreed: StepAgreement | None) -> bool:
-        """Nobody has a plan: take what is in flight. False: there is nothing left anywhere."""
+    def _turn_without_plan(self, agreed: StepAgreement | None) -> bool:
+        """Read the oldest result in flight. Without one: prepare in spare time, or go idle."""
         if self._in_flight:
+            self.state.found_work()
             self._finish_oldest()
             self._publish_all()
             return True
-        self._watch.settle()
+        self.watch.settle()
         self._publish_all()
         assert self.scheduler.num_unfinished == 0, "unfinished requests and nothing to run"
         if agreed is None:
-            self.may_end = self.is_draining
-            self._runner.rest()
-            return False
-        if agreed.has_spare_time and not agreed.is_unfinished:
-            # All ranks prepare the same things in the same order: there are collectives in it.
-            self._watch.leave()  # it may take long, and is no step
-            self.has_spare_time = self._runner.use_spare_time() and self.has_spare_time
+            drains, prepares = self._is_drained, self.state.has_spare_time
+        elif agreed.is_unfinished:
+            self.state.found_work()
             return True
-        self.may_end = agreed.is_draining and not agreed.is_unfinished
-        if not agreed.is_unfinished:
-            self._runner.rest()
-        return agreed.is_unfinished
+        else:
+            drains, prepares = agreed.is_draining, agreed.has_spare_time
+        if prepares:
+            # All ranks prepare the same things in the same order: they contain collectives.
+            self.watch.leave()  # it may take long and belongs to no step
+            self.state.prepared(has_more=self._runner.use_spare_time())
+            return True
+        self.state.found_nothing(all_drain=drains)
+        self._runner.heartbeat()
+        return False
 
     def _launch(self, plan: StepPlan) -> None:
         self._stage("launch", plan.step)
@@ -229,7 +252,7 @@ class Engine:
         self._bind_oldest()
 
     def _bind_oldest(self) -> None:
-        """The oldest step in flight has every earlier result committed: its masks are known."""
+        """All results before the oldest step in flight are committed, so its masks are known."""
         if self._in_flight and not self._in_flight[0].is_bound:
             oldest = self._in_flight[0]
             self._stage("bind", oldest.plan.step)
@@ -244,40 +267,37 @@ class Engine:
         result = launched.step.wait()
         self._in_flight.popleft()
         self._stage("commit", launched.plan.step)
-        self._watch.took(result)
+        self.watch.took(result)
         self._since.num_steps += 1
-        self._unpublished.append(self.scheduler.commit(launched.plan, result))
+        self.scheduler.commit(launched.plan, result)
+        self._unpublished.append(result)
         if not self._in_flight and not self.scheduler.num_unfinished:
-            self._watch.rest()
+            self.watch.rest()
         self._bind_oldest()
 
     # ---- messages
 
     def _publish_all(self) -> None:
         self._stage("publish", self._unpublished[-1].step if self._unpublished else 0)
-        # Events go with the newest rows: a request that was aborted meanwhile has no rows after.
+        # Events go with the newest rows: an aborted request has no rows after its event.
         newest = len(self._unpublished) - 1
-        for index, emitted in enumerate(self._unpublished):
+        for index, result in enumerate(self._unpublished):
             events = self.scheduler.take_events() if index == newest else _NO_EVENTS
-            self.publish(pack_step(emitted, events, self._gauges(emitted.step)))
+            self.publish(encode_step(result, events, self._gauges()))
         self._unpublished.clear()
         if self.scheduler.has_events:
-            events, gauges = self.scheduler.take_events(), self._gauges(self.scheduler.num_steps)
-            self.publish(encode_step(without_rows(events, gauges)))
+            result = StepResult.without_rows(self.scheduler.num_steps)
+            self.publish(encode_step(result, self.scheduler.take_events(), self._gauges()))
 
-    def _gauges(self, step: int) -> Gauges:
+    def _gauges(self) -> Gauges:
         gauges, self._since = self._since, Gauges()
         scheduler = self.scheduler
-        gauges.step = step
         gauges.num_running = scheduler.num_running
         gauges.kv_usage = scheduler.kv_usage
+        gauges.snapshots = scheduler.snapshots
         gauges.num_wasted_rows = scheduler.take_wasted_rows()
-        gauges.times = self._watch.take_times()
+        gauges.times = self.watch.take_times()
         return gauges
-
-    def use_spare_time(self) -> bool:
-        """Nobody waits for anything: let the runner prepare. False: it has nothing to prepare."""
-        return self._runner.use_spare_time()
 
     @property
     def has_spare_work(self) -> bool:
@@ -286,11 +306,13 @@ class Engine:
     # ---- failure
 
     def _fail(self, error: Exception) -> None:
-        """The device's state is unknown from here on: answer everybody and stop for good."""
+        """The device's state is unknown from here on: end every request, and run no more."""
         logger.exception("the engine failed")
         self._dead = f"the engine failed: {type(error).__name__}: {error}"
         self._in_flight.clear()
         self.scheduler.end_all(Done.ERROR, self._dead)
+        for uid in self.grammars.forget_all():
+            self.scheduler.refuse(uid, self._dead, EngineDead.__name__)
         self._publish_all()
 
     def _check_alive(self) -> None:
@@ -298,7 +320,7 @@ class Engine:
             raise EngineDead(self._dead)
 
     def _stage(self, name: str, step: int = 0) -> None:
-        self._watch.enter(name, step)
+        self.watch.enter(name, step)
         if self._delay is not None:
             self._delay(name)
 
@@ -308,79 +330,91 @@ def run_engine(
     inbox: SimpleQueue[bytes | None],
     wake: Callable[[int], None] | None = None,
 ) -> None:
-    """Turn the loop until Stop, or Drain and everything finished. None in the inbox = peer gone.
+    """Turn the loop until it is told to stop or has drained. None in the inbox means Stop.
 
     Replicas in lock step sleep and wake together: `wake` sends the number of the next agreement to
-    all others. Raises EngineDead when the device failed; every request has been answered by then.
+    the others. Raises EngineDead if the device failed; every request has been answered by then.
     """
     unread = Inbox(inbox)
     engine.read_aborts = unread.take_aborts
-    is_idle = False
-    while True:
-        for _ in range(MOST_MESSAGES_PER_TURN):
-            try:
-                message = _rest(engine, unread, wake) if is_idle else decode(unread.get())
-            except Empty:
-                break
-            is_idle = False
-            if isinstance(message, Stop):
-                engine.publish(encode(Stopped()))
-                return
-            if message is not None:
-                _handle(engine, message)
-        is_idle = not engine.turn()
-        if is_idle and engine.may_end:
-            engine.publish(encode(Stopped()))
-            return
+    engine.grammars.on_ready = lambda: inbox.put(encode(Control.COMPILED))
+    while engine.state.activity is not Activity.ENDED and _take_messages(engine, unread, wake):
+        engine.turn()
+    engine.publish(encode(Control.STOPPED))
 
 
-def _rest(engine: Engine, inbox: Inbox, wake: Callable[[int], None] | None) -> object | None:
-    """The next message, or None: others are awake, or should see that this one is. Meanwhile the
-    runner may prepare."""
-    timeout_s, prepares = min(SPARE_AFTER_S, engine.pulse_s), True
+def _take_messages(engine: Engine, inbox: Inbox, wake: Callable[[int], None] | None) -> bool:
+    """Handle what has come; wait for it if there is no work. False: stop now."""
+    for _ in range(MOST_MESSAGES_PER_TURN):
+        try:
+            if engine.state.is_waiting:
+                message = _wait(engine, inbox, wake)
+            else:
+                message = _decode(engine, inbox.get())
+        except Empty:
+            break
+        if message is Control.STOP:
+            return False
+        if message is None:
+            break
+        engine.state.received()
+        _handle(engine, message)
+    return True
+
+
+def _wait(engine: Engine, inbox: Inbox, wake: Callable[[int], None] | None) -> EngineMessage | None:
+    """Block for a message. None: turn without one, because another replica woke this one, because
+    the runner can prepare, or because a heartbeat is due."""
     lockstep = engine.lockstep
-    message: object | None
     while True:
         try:
-            message = decode(inbox.get(timeout_s))
+            message = _decode(engine, inbox.get(engine.state.wait_s))
         except Empty:
-            if prepares and lockstep is None:
-                prepares = engine.use_spare_time()
-                timeout_s = 0.0 if prepares else engine.pulse_s
+            if not engine.state.waited(has_spare_work=engine.has_spare_work):
                 continue
-            if prepares and not engine.has_spare_work:
-                prepares, timeout_s = False, engine.pulse_s
-                continue
-            engine.has_spare_time, message = prepares, None
+            message = None
         if lockstep is None:
             return message
         if isinstance(message, Wake):
             if message.step <= lockstep.number:
-                continue  # of an agreement that has been
+                continue  # that agreement has been made
             return None
-        if wake is not None and not isinstance(message, Stop):
+        if wake is not None and message is not Control.STOP:
             wake(lockstep.number + 1)
         return message
 
 
-def _handle(engine: Engine, message: object) -> None:
+def _decode(engine: Engine, frame: bytes) -> EngineMessage | None:
+    """None: the frame was a submit that cannot be decoded. It is refused."""
+    try:
+        return decode(frame)
+    except Exception as error:
+        if (uid := submit_uid(frame)) is None:
+            raise
+        engine.refuse(uid, error)
+        return None
+
+
+def _handle(engine: Engine, message: EngineMessage) -> None:
     match message:
-        case Submit(request=request):
+        case EngineRequest():
             try:
-                engine.add(request)
-            except InvalidRequest as error:
-                engine.refuse(request.uid, error)
+                engine.add(message)
+            except Exception as error:
+                engine.refuse(message.uid, error)
         case Abort(uids=uids):
             engine.let_go(uids)
-        case ResetPrefixCache():
+        case Control.RESET_PREFIX_CACHE:
             engine.reset_prefix_cache()
-        case StartTrace():
+        case Control.START_TRACE:
             engine.start_trace()
-        case TakeTrace():
+        case Control.READ_TRACE:
+            engine.read_trace()
+        case Control.TAKE_TRACE:
             engine.take_trace()
-        case Drain():
-            engine.is_draining = True
-        case Wake():
-            pass  # awake already
+        case Control.DRAIN:
+            engine.state.is_draining = True
+        case Wake() | Control.COMPILED:
+            pass  # awake now: the next turn adds what was compiled
         case _:
             raise AssertionError(f"unexpected message {message!r}")

@@ -1,4 +1,4 @@
-"""What the front process knows of a model without loading it: text, stop ids, default sampling.
+"""What the front needs of a model: tokenizer, end-of-sequence ids, default sampling.
 
 Reads small files only. Never imports torch and never talks to the engine.
 """
@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, InvalidRequest
 from paceline.request import SamplingParams
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
-# generation_config.json -> SamplingParams. Everything else in that file steers transformers.
+# generation_config.json -> SamplingParams. Other fields of that file are for transformers.
 _DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -34,11 +34,11 @@ class Front:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    text_files: ModelFiles | None = None  # where tokenizer and chat template come from
+    text_files: ModelFiles | None = None  # the files of the tokenizer and the chat template
 
 
 def load_front(config: EngineConfig) -> Front:
-    """Find the model's files and read what the front needs of them."""
+    """Find the model's files and read them."""
     model = config.model
     files = locate(
         model.model, revision=model.revision, load_format=model.load_format, with_weights=False
@@ -54,10 +54,10 @@ def load_front(config: EngineConfig) -> Front:
 
 
 def eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """generation_config.json's ids, then config.json's; the tokenizer's when neither has any.
+    """The ids of generation_config.json and config.json; the tokenizer's if neither has any.
 
-    The two files often disagree (an instruct model adds its end-of-turn token to the first only),
-    and each of their tokens ends a text.
+    The two files often differ: an instruct model adds its end-of-turn token to the first only. Each
+    of their tokens ends a text.
     """
     text_config = files.config.get("text_config") or {}
     sources = (
@@ -72,7 +72,7 @@ def eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, 
 
 
 def default_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
-    """Sampling for requests that bring none: `generation_config` auto, vllm (none) or a folder."""
+    """Defaults for requests: `generation_config` is auto, vllm (no defaults) or a folder."""
     source = config.model.generation_config
     if source in ("vllm", "none"):
         return {}

@@ -1,6 +1,6 @@
-"""Starts the ranks of an engine, each in a process of its own (or one in a thread), and ends them.
+"""Starts the ranks of an engine, each in its process (or a single one in a thread), and ends them.
 
-Imports neither torch nor the worker: both are resolved by name on the engine's side.
+Imports neither torch nor the worker: the engine's side imports both by name.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from paceline.engine.boot import Post
+from paceline.engine.boot import RankSpawn
 from paceline.engine.life import Beats
-from paceline.engine.messages import Stop, encode
+from paceline.engine.messages import Control, encode
 from paceline.engine.transport import Channel, ChannelClosed, connected_pair
 from paceline.errors import EngineDead
-from paceline.parallel.placement import Layout, RankPlace
+from paceline.parallel.placement import RankPlace
 
 DEFAULT_FACTORY = "paceline.runner.startup:build_runner"
 _WORKER = "paceline.engine.worker"
-_ALONE = Post()
-_STOP_S = 1.0  # a rank that does not read for so long is not asked, but killed
+_ALONE = RankSpawn()
+_STOP_S = 1.0  # a rank that does not read its Stop in this time is killed
 _MFD_CLOEXEC = 1
 _Process = subprocess.Popen[bytes]
-# A plain interpreter rather than multiprocessing's spawn: that one imports the caller's main
-# module again, so a script without an `if __name__ == "__main__"` guard could not use `LLM`.
+# A plain interpreter and not multiprocessing's spawn, which imports the caller's main module
+# again: a script without an `if __name__ == "__main__"` guard could not use `LLM`.
 _BOOTSTRAP = (
-    "import json, sys; fd, factory, post, parent, path = sys.argv[1:]; "
+    "import json, sys; fd, factory, spawn, parent, path = sys.argv[1:]; "
     f"sys.path[:] = json.loads(path); from {_WORKER} import main; "
-    "main(int(fd), factory, post, parent=int(parent))"
+    "main(int(fd), factory, spawn, parent=int(parent))"
 )
 
 
@@ -49,28 +49,32 @@ class EngineHandle(Protocol):
     channel: Channel
 
     @property
+    def host(self) -> str:
+        """The machine, if it is another one; else empty."""
+
+    @property
     def pid(self) -> int | None:
-        """None when it is no process of its own."""
+        """None if it is a thread, or on another machine."""
 
     def ask_to_stop(self) -> None:
-        """Say that it should end; returns at once."""
+        """Ask it to end; returns at once."""
 
     def end(self, grace_s: float) -> None:
-        """Wait `grace_s` for its end, then end it without asking. Returns when it is gone."""
+        """Wait `grace_s` for its end, then kill it. Returns when it has ended."""
 
     def kill(self) -> None:
-        """End it without asking; returns at once."""
+        """End it at once, without waiting."""
 
     def exit_reason(self) -> str:
-        """Why it is gone, as far as can be told from outside."""
+        """Why it has ended, from its exit code."""
 
     def was_killed(self) -> bool:
-        """By somebody from outside, without a chance to speak. For one that is gone."""
+        """Whether SIGKILL ended it, so that it could not report. For a rank that has ended."""
 
 
 class _Starter(threading.Thread):
-    """Starts processes, and lives as long as this one. The kernel sends a rank its parent-death
-    signal when the *thread* that started it ends, and a caller's thread may end any time."""
+    """A thread that starts processes and never ends. The kernel sends a rank its parent-death
+    signal when the *thread* that started it ends, and a caller's thread may end at any time."""
 
     _latest: _Starter | None = None
 
@@ -80,7 +84,9 @@ class _Starter(threading.Thread):
 
     @classmethod
     def of_this_process(cls) -> _Starter:
-        if cls._latest is None or not cls._latest.is_alive():  # a fork has none of its threads
+        if (
+            cls._latest is None or not cls._latest.is_alive()
+        ):  # a forked process does not have the thread
             cls._latest = cls()
             cls._latest.start()
         return cls._latest
@@ -91,8 +97,8 @@ class _Starter(threading.Thread):
         return started.result()
 
     def run(self) -> None:
-        # A rank inherits the mask and lifts it when it ignores SIGINT; without this a Ctrl-C in
-        # its first milliseconds would print a traceback of the interpreter's own start.
+        # A rank inherits the mask and lifts it after it has ignored SIGINT. Without the mask a
+        # Ctrl-C in its first milliseconds would print a traceback from the interpreter's start.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
             command, descriptors, started = self._jobs.get()
@@ -104,19 +110,18 @@ class _Starter(threading.Thread):
                 started.set_exception(error)
 
 
-class EngineProcess:
-    """One rank in its own process."""
+class RankProcess:
+    """A process with one rank, which talks to its front over the socket `engine`."""
 
-    def __init__(self, factory: str = DEFAULT_FACTORY, post: Post = _ALONE) -> None:
+    def __init__(self, factory: str, spawn: RankSpawn, engine: socket.socket) -> None:
+        """Closes `engine` here."""
         if not sys.executable:
             raise EngineDead("sys.executable is empty, so no engine process can be started.")
-        front, engine = connected_pair()
-        arguments = [factory, post.encode(), str(os.getpid()), json.dumps(sys.path)]
+        arguments = [factory, spawn.encode(), str(os.getpid()), json.dumps(sys.path)]
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(engine.fileno()), *arguments]
         with engine:
-            descriptors = [engine.fileno(), *post.descriptors]
+            descriptors = [engine.fileno(), *spawn.descriptors]
             self._process = _Starter.of_this_process().start_process(command, descriptors)
-        self.channel = Channel(front)
 
     @property
     def pid(self) -> int:
@@ -125,12 +130,6 @@ class EngineProcess:
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
-
-    def ask_to_stop(self) -> None:
-        if self._process.poll() is None:
-            with contextlib.suppress(ChannelClosed):
-                self.channel.send(encode(Stop()))
-                self.channel.flush(_STOP_S)
 
     def end(self, grace_s: float) -> None:
         if grace_s > 0:
@@ -142,10 +141,13 @@ class EngineProcess:
     def kill(self) -> None:
         self._process.kill()
 
+    def discard(self) -> None:
+        self.end(0.0)
+
     def exit_reason(self) -> str:
-        code = self._exit_code()
+        code = self.exit_code()
         if code is None:
-            return f"the engine process (pid {self.pid}) closed its end and hangs"
+            return f"the engine process (pid {self.pid}) closed its socket and has not exited"
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
@@ -153,22 +155,49 @@ class EngineProcess:
         return f"the engine process (pid {self.pid}) exited with code {code}"
 
     def was_killed(self) -> bool:
-        return self._exit_code() == -signal.SIGKILL
+        return self.exit_code() == -signal.SIGKILL
 
-    def _exit_code(self) -> int | None:
+    def exit_code(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(2.0)
         return None
 
 
+class EngineProcess(RankProcess):
+    """One rank in its own process on the front's machine."""
+
+    host = ""
+
+    def __init__(self, factory: str = DEFAULT_FACTORY, spawn: RankSpawn = _ALONE) -> None:
+        front, engine = connected_pair()
+        super().__init__(factory, spawn, engine)
+        self.channel = Channel(front)
+
+    def discard(self) -> None:
+        super().discard()
+        self.channel.close()
+
+    def ask_to_stop(self) -> None:
+        if self._process.poll() is None:
+            tell_to_stop(self.channel)
+
+
+def tell_to_stop(channel: Channel) -> None:
+    with contextlib.suppress(ChannelClosed):
+        channel.send(encode(Control.STOP))
+        channel.flush(_STOP_S)
+
+
 class EngineThread:
     """The engine in a thread of this process, over the same messages: for tests and debugging."""
 
-    def __init__(self, factory: str = DEFAULT_FACTORY, post: Post = _ALONE) -> None:
+    host = ""
+
+    def __init__(self, factory: str = DEFAULT_FACTORY, spawn: RankSpawn = _ALONE) -> None:
         front, engine = connected_pair()
         self.channel = Channel(front)
         self._thread = threading.Thread(
-            target=self._run, args=(engine, factory, post), name="paceline-engine", daemon=True
+            target=self._run, args=(engine, factory, spawn), name="paceline-engine", daemon=True
         )
         self._thread.start()
 
@@ -177,16 +206,18 @@ class EngineThread:
         return None
 
     @staticmethod
-    def _run(sock: socket.socket, factory: str, post: Post) -> None:
-        with sock:  # whatever happens, the front sees the end of it
-            importlib.import_module(_WORKER).serve_in_thread(sock, factory, post)
+    def _run(sock: socket.socket, factory: str, spawn: RankSpawn) -> None:
+        with sock:  # closed in every case, so that the front notices the end
+            importlib.import_module(_WORKER).serve_in_thread(sock, factory, spawn)
 
     def ask_to_stop(self) -> None:
         self.channel.close()  # ends the loop, as a Stop would
 
     def end(self, grace_s: float) -> None:
         self.channel.close()
-        self._thread.join(max(grace_s, 0.5))  # an exit under its feet would abort in C++
+        self._thread.join(
+            max(grace_s, 0.5)
+        )  # the interpreter must not exit while it runs: C++ would abort
 
     def kill(self) -> None:
         self.channel.close()
@@ -198,42 +229,77 @@ class EngineThread:
         return False
 
 
+_AnyProcess = TypeVar("_AnyProcess", bound=RankProcess)
+
+
 def start_ranks(
-    factory: str, layout: Layout, *, may_use_gpu: bool = False
+    factory: str, where: RankPlace, *, may_use_gpu: bool = False
 ) -> tuple[list[EngineProcess], Beats]:
-    """All ranks, in rank order, each waiting for its `boot.Start` frame. All of them or none."""
-    started: list[EngineProcess] = []
+    """Start all ranks of a group, or none. Each waits for its `boot.Start` frame. In rank order.
+
+    `where` is the place of the group's first rank.
+    """
+    started, beats = start_some_ranks(
+        lambda spawn: EngineProcess(factory, replace(spawn, may_use_gpu=may_use_gpu)), where
+    )
+    return list(started.values()), beats
+
+
+def start_some_ranks(
+    start: Callable[[RankSpawn], _AnyProcess],
+    where: RankPlace,
+    replicas: Sequence[int] | None = None,
+    listener: socket.socket | None = None,
+) -> tuple[dict[int, _AnyProcess], Beats]:
+    """Start the ranks of a group that are on this machine, or none. `replicas` None: all.
+
+    `listener`: the group's first rank is here, and other machines find its store by this socket.
+    """
+    started: dict[int, _AnyProcess] = {}
     with contextlib.ExitStack() as ends, _interrupt_blocked():
-        posts = _posts(layout, ends)
-        assert posts[0].beats is not None
-        beats = Beats(posts[0].beats, layout.num_ranks)
+        spawns = _rank_spawns(where, ends, replicas)
+        assert spawns[0].beats is not None
+        beats = Beats(spawns[0].beats, where.layout.num_ranks)
+        if listener is not None:
+            place = replace(spawns[0].place, store_fd=listener.fileno())
+            spawns[0] = replace(spawns[0], place=place)
         try:
-            for post in posts:
-                started.append(EngineProcess(factory, replace(post, may_use_gpu=may_use_gpu)))
+            for spawn in spawns:
+                started[spawn.place.rank] = start(spawn)
         except BaseException:
-            for process in started:
-                process.end(0.0)
-                process.channel.close()
+            for process in started.values():
+                process.discard()
             raise
     return started, beats
 
 
-def _posts(layout: Layout, ends: contextlib.ExitStack) -> list[Post]:
-    """Who sits where, who talks to whom, what all share. It is open here until `ends` closes it."""
+def _rank_spawns(
+    where: RankPlace, ends: contextlib.ExitStack, replicas: Sequence[int] | None = None
+) -> list[RankSpawn]:
+    """The place and the descriptors of each rank. They are open here until `ends` closes them."""
+    layout = where.layout
+    here = range(layout.data_parallel) if replicas is None else replicas
+    is_whole = len(here) == layout.data_parallel
     shared = [shared_file("beats", ends)]
+    store, collectives = where.store, ""
     if layout.num_ranks > 1:
-        shared += [shared_file("store", ends), shared_file("collectives", ends)]
-    plans: dict[int, list[int]] = {rank: [] for rank in range(layout.num_ranks)}
+        if is_whole:
+            shared.append(shared_file("store", ends))
+            store = path_of(shared[-1])
+        shared.append(shared_file("collectives", ends))
+        collectives = path_of(shared[-1])
+    plans: dict[int, list[int]] = {rank: [] for r in here for rank in layout.replica(r)}
     wake: dict[int, int] = {}
     wake_others: dict[int, list[int]] = {rank: [] for rank in plans}
-    for replica in range(layout.data_parallel):
+    for replica in here:
         leader, *peers = layout.replica(replica)
         for peer in peers:
             near, far = (ends.enter_context(end) for end in connected_pair())
             plans[leader].append(near.fileno())
             plans[peer].append(far.fileno())
     leaders = layout.leaders()
-    if layout.spreads_experts and len(leaders) > 1:  # else replicas do not know each other
+    is_joint = layout.spreads_experts and len(leaders) > 1  # else replicas are independent
+    if is_joint and is_whole:
         for leader in leaders:
             pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             inward, outward = (ends.enter_context(end) for end in pair)
@@ -242,40 +308,42 @@ def _posts(layout: Layout, ends: contextlib.ExitStack) -> list[Post]:
                 if other != leader:
                     wake_others[other].append(outward.fileno())
     return [
-        Post(
-            RankPlace(rank, layout, *map(path_of, shared[1:])),
+        RankSpawn(
+            replace(where, rank=rank, store=store, collectives=collectives),
             tuple(plans[rank]),
             wake.get(rank),
             tuple(wake_others[rank]),
             tuple(shared),
+            wakes_by_front=is_joint and not is_whole,
         )
         for rank in plans
     ]
 
 
 def shared_file(name: str, ends: contextlib.ExitStack) -> int:
-    """The descriptor of an empty file in memory, which is gone with the last process that has it:
-    no folder can be full of it, and none has to be cleared.
+    """The descriptor of an empty file in memory, which ends with the last process that has it.
 
-    Not os.memfd_create: a Python that was built for an older libc lacks it.
+    Calls libc because os.memfd_create is missing in a Python that was built for an older libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     fd = int(libc.memfd_create(f"paceline-{name}".encode(), _MFD_CLOEXEC))
     if fd < 0:
         reason = os.strerror(ctypes.get_errno())
-        raise EngineDead(f"No file in memory can be made for the ranks to share: {reason}.")
+        raise EngineDead(
+            f"memfd_create failed, and the ranks need a shared file in memory: {reason}."
+        )
     ends.callback(os.close, fd)
     return fd
 
 
 def path_of(fd: int) -> str:
-    """Where a process that has this descriptor opens its file once more."""
+    """The path by which a process that has this descriptor opens the file again."""
     return f"/proc/self/fd/{fd}"
 
 
 @contextlib.contextmanager
 def _interrupt_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread: no rank may be lost between its start and its handle."""
+    """Delay Ctrl-C in this thread, so that every started rank gets a handle that can end it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,7 +1,7 @@
-"""Signs of life: every rank counts its beats where the front reads them, and watches its own loop.
+"""Heartbeats: every rank counts up a number in shared memory, and watches its own loop.
 
-The numbers lie in shared memory, so a front that is busy elsewhere loses none of them. Time is
-counted in looks: while the one who looks is stopped itself, no time passes.
+The front reads these numbers and kills a rank whose number stays the same. A watcher counts time
+only while it runs itself: if its process is stopped, no time passes.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from paceline.errors import EngineDead
 
-# Waits between ranks end after the timeout, and say more: where each rank was last seen. A rank
-# ends its own loop after that, and can still say where it hangs. The front comes last.
+# Order of detection: a wait between ranks times out, and its report says where each rank was; a
+# rank reports its own stuck loop; the front kills a rank without heartbeats.
 _LOOP_GRACE_S = 1.0
 _FRONT_GRACE_S = 2.0
 _LONGEST_TICK_S = 1.0
-_TICKS = 8  # looks per timeout
-# A loop that computes (a long prompt on a CPU, a kernel that is compiled) gets this many timeouts.
+_TICKS = 8  # checks per timeout
+# A loop that computes (a long prompt on a CPU, compilation of a kernel) gets this many timeouts.
 _WORKING_TIMEOUTS = 30
-_WORKING = 0.05  # of a core
+_WORKING = 0.05  # above this share of a core the process computes
 
 
 class Beats:
-    """One number for each rank, which its process counts up while it runs."""
+    """One number for each rank, counted up by its process."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         try:
             os.posix_fallocate(fd, 0, 8 * num_ranks)
         except OSError as error:
             raise EngineDead(
-                f"{8 * num_ranks} bytes of shared memory cannot be had: {error.strerror}."
+                f"{8 * num_ranks} bytes of shared memory could not be allocated: {error.strerror}."
             ) from error
         self.counts = memoryview(mmap.mmap(fd, 8 * num_ranks)).cast("q")
 
 
 class Stillness:
-    """How long a value has been the same, by one who looks every `tick_s` seconds."""
+    """How long a value has been the same. `look` is called every `tick_s` seconds."""
 
     def __init__(self, tick_s: float) -> None:
         self._longest_s = 2 * tick_s
@@ -50,7 +50,7 @@ class Stillness:
 
     def look(self, value: object) -> float:
         now_s = time.monotonic()
-        # A look that comes much later was not made by choice: this process was stopped.
+        # If much more time has passed, this process was stopped: count two ticks at most.
         passed_s = min(now_s - self._looked_s, self._longest_s)
         self._looked_s = now_s
         self.lasted_s = self.lasted_s + passed_s if value == self._value else 0.0
@@ -66,10 +66,10 @@ def _tick_s(timeout_s: float) -> float:
 
 
 class LoopWatch:
-    """Whether the loop of this rank gets on. Made by the loop's thread, asked by another.
+    """Whether the loop of this rank is stuck. The loop's thread creates it; another calls `look`.
 
-    `doing`: the stage that the loop is in, the step it is about, and when the stage began; no
-    stage: it rests.
+    `doing`: the loop's stage, its step, and when the stage began. An empty stage means that the
+    loop waits for messages.
     """
 
     def __init__(self, doing: Callable[[], tuple[str, int, float]], timeout_s: float) -> None:
@@ -78,14 +78,14 @@ class LoopWatch:
         self._tick_s = _tick_s(timeout_s)
         self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
         self._worked_s = 0.0
-        self._num_working = 0  # looks that found it at work
+        self._num_working = 0  # looks that found the process computing
         self._idle, self._busy = Stillness(self._tick_s), Stillness(self._tick_s)
 
     def look(self) -> str | None:
-        """Why the loop is taken for stuck; None: it rests, gets on or computes."""
+        """Why the loop counts as stuck; None if it waits for messages, advances or computes."""
         stage, step, since_s = self._doing()
         worked_s = time.process_time()
-        if stage == "wait":  # its own turns are no work: it may ask the device all the time
+        if stage == "wait":  # the loop may poll the device, which is no work
             worked_s -= time.clock_gettime(self._loop_clock)
         self._num_working += worked_s - self._worked_s > _WORKING * self._tick_s
         self._worked_s = worked_s
@@ -96,7 +96,7 @@ class LoopWatch:
         if not stage or busy_s <= self._timeout_s + _LOOP_GRACE_S:
             return None
         if idle_s > self._timeout_s + _LOOP_GRACE_S:
-            return f"{what} has not come back for {busy_s:.0f} s {where}"
+            return f"{what} has not returned for {busy_s:.0f} s {where}"
         if busy_s > _WORKING_TIMEOUTS * self._timeout_s:
             return f"{what} has been computing for {busy_s:.0f} s {where}"
         return None
@@ -105,7 +105,7 @@ class LoopWatch:
 def keep_beating(
     beats: Beats, rank: int, timeout_s: float, check: Callable[[], None] | None
 ) -> None:
-    """Count a rank's beats for as long as its process runs, and call `check` at each."""
+    """Count up a rank's number as long as its process runs, and call `check` each time."""
     while True:
         beats.counts[rank] += 1
         if check is not None:
@@ -126,38 +126,57 @@ class Watched(Protocol):
     def kill(self) -> None: ...
 
 
-class RankWatch(threading.Thread):
-    """Kills a rank whose beats stay away; that its socket ends then is what the front notices."""
+class GroupWatch(Protocol):
+    """Watches the ranks of a group from when they serve."""
 
-    def __init__(self, beats: Beats, ranks: Sequence[Watched], timeout_s: float) -> None:
+    @property
+    def verdicts(self) -> dict[int, str]:
+        """By rank: why it was killed."""
+
+    def start(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class RankWatch(threading.Thread):
+    """Kills a rank of this machine without heartbeats. Its socket closes, and the front notices."""
+
+    def __init__(
+        self, beats: Beats, ranks: Mapping[int, Watched], timeout_s: float, first_rank: int = 0
+    ) -> None:
         super().__init__(name="paceline-watch", daemon=True)
         self._beats = beats
         self._ranks = ranks
         self._timeout_s = timeout_s
+        self._first_rank = first_rank  # the engine's number of the first one
         self._over = threading.Event()
-        self.verdicts: dict[int, str] = {}  # by rank, from before it was killed
+        self._verdicts: dict[int, str] = {}
+
+    @property
+    def verdicts(self) -> dict[int, str]:
+        return self._verdicts
 
     def end(self) -> None:
         self._over.set()
 
     def run(self) -> None:
         tick_s = _tick_s(self._timeout_s)
-        still = [Stillness(tick_s) for _ in self._ranks]
+        still = {rank: Stillness(tick_s) for rank in self._ranks}
         while not self._over.wait(tick_s):
-            silent_s = [s.look(self._beats.counts[r]) for r, s in enumerate(still)]
-            if max(silent_s) > self._timeout_s + _FRONT_GRACE_S and self._judge(silent_s):
+            silent_s = {r: s.look(self._beats.counts[r]) for r, s in still.items()}
+            if max(silent_s.values()) > self._timeout_s + _FRONT_GRACE_S and self._judge(silent_s):
                 return
 
-    def _judge(self, silent_s: list[float]) -> bool:
-        """End those that stay silent, also where the time is not quite over: they froze together.
-        False: there are none. Of one that has ended, the socket tells how."""
+    def _judge(self, silent_s: dict[int, float]) -> bool:
+        """Kill the silent ranks. Those that have been silent for the timeout without the grace are
+        included, because ranks often freeze together. False: none is silent and running."""
         silent = [
-            r for r, s in enumerate(silent_s) if s > self._timeout_s and self._ranks[r].is_running
+            r for r, s in silent_s.items() if s > self._timeout_s and self._ranks[r].is_running
         ]
         for rank in silent:
-            others = "".join(f", nor has rank {r}" for r in silent if r != rank)
-            self.verdicts[rank] = (
-                f"the engine process (pid {self._ranks[rank].pid}) has shown no sign of life for "
+            numbers = [self._first_rank + r for r in silent if r != rank]
+            others = "".join(f", nor has rank {number}" for number in numbers)
+            self._verdicts[rank] = (
+                f"the engine process (pid {self._ranks[rank].pid}) has sent no heartbeat for "
                 f"{silent_s[rank]:.0f} s (--stall-timeout {self._timeout_s:g}){others}"
             )
         for rank in silent:

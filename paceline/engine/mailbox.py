@@ -1,7 +1,7 @@
-"""Messages to the engine that were not read yet: in order, but aborts first.
+"""Unread messages to the engine: in order, but aborts first.
 
-The rule of both sides of the channel: what the front has not sent and what the engine's loop has
-not read wait in a `Mailbox`. Frames stay bytes: a submit is decoded when its turn comes.
+Both sides of the channel use it: for frames that the front has not sent, and for frames that the
+engine's loop has not read. Frames stay bytes until the loop reads them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from queue import SimpleQueue
 
-from paceline.engine.messages import Stop, decode_abort, encode, encode_abort, submit_uid
+from paceline.engine.messages import Control, decode_abort, encode, encode_abort, submit_uid
 
 
 class Mailbox:
-    """A submit that is aborted here is dropped. Its abort goes on: the engine answers each one."""
+    """An abort removes its submit, and is passed on: the engine answers each abort."""
 
     def __init__(self) -> None:
-        # By the uid of a submit; other frames have numbers below 0.
+        # The key of a submit is its uid; other frames have keys below 0.
         self._frames: OrderedDict[int, bytes] = OrderedDict()
         self._newest_number = 0
         self._aborted: list[int] = []
@@ -41,7 +41,7 @@ class Mailbox:
         return aborted
 
     def take(self) -> bytes | None:
-        """The next frame; None: there is none. All aborts come as one."""
+        """The next frame, or None. All aborts are one frame."""
         if self._aborted:
             return encode_abort(self.take_aborts())
         if not self._frames:
@@ -52,25 +52,25 @@ class Mailbox:
 
 
 class Inbox:
-    """What the loop of an engine reads. Another thread fills `arrived`; None there: the front is
-    gone, which means Stop."""
+    """What the engine's loop reads. Another thread fills `arrived`. None there means that the front
+    has ended; it is read as Stop."""
 
     def __init__(self, arrived: SimpleQueue[bytes | None]) -> None:
         self._arrived = arrived
         self._unread = Mailbox()
 
     def get(self, timeout_s: float = 0.0) -> bytes:
-        """The next frame, which may take `timeout_s` to come. Raises queue.Empty."""
+        """The next frame; waits up to `timeout_s` for it. Raises queue.Empty."""
         self._gather()
         frame = self._unread.take()
         if frame is None:
             self._put(self._arrived.get(timeout_s > 0, timeout_s))
             frame = self._unread.take()
-            assert frame is not None, "what was put can be taken"
+            assert frame is not None, "a frame that was put can be taken"
         return frame
 
     def take_aborts(self) -> list[int]:
-        """All that have come, ahead of everything else."""
+        """The uids of all aborts that have come."""
         self._gather()
         return self._unread.take_aborts()
 
@@ -79,4 +79,4 @@ class Inbox:
             self._put(self._arrived.get())
 
     def _put(self, frame: bytes | None) -> None:
-        self._unread.put(encode(Stop()) if frame is None else frame)
+        self._unread.put(encode(Control.STOP) if frame is None else frame)

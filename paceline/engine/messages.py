@@ -1,6 +1,6 @@
-"""The bytes between the front process and the engine process: packing and unpacking, both ways.
+"""Messages between the front and the engine, and their encoding as bytes.
 
-Never pickles, never looks at a queue or a socket; one message per step, rows as numpy arrays.
+One message per step, rows as numpy arrays. No pickle; knows no queue and no socket.
 """
 
 from __future__ import annotations
@@ -10,34 +10,46 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.request import EngineRequest, SamplingParams
-from paceline.scheduler.events import Emitted
+from paceline.request import EngineRequest, SamplingParams, StructuredOutputsParams
 from paceline.scheduler.events import Ended as Ended
 from paceline.scheduler.events import Events as Events
-from paceline.step import Ints, Longs, RunnerInfo, TokenLogprobs
+from paceline.scheduler.snapshots import SnapshotStats
+from paceline.step import Ints, RunnerInfo, StepResult, TokenLogprobs
 
-# The first byte of every message.
-_SUBMIT, _ABORT, _DRAIN, _STOP, _RESET, _START_TRACE, _TAKE_TRACE, _WAKE = range(1, 9)
-_STEP, _READY, _PROGRESS, _DIED, _STOPPED, _TRACED = 16, 17, 18, 19, 20, 21
+# The first byte of every message. `Control` has the others.
+_SUBMIT, _ABORT, _WAKE = 1, 2, 8
+_STEP, _READY, _PROGRESS, _DIED, _TRACED = 16, 17, 18, 19, 21
 
-_SUBMIT_HEAD = struct.Struct("<B3xIqqd")  # kind, prompt length, uid, priority, arrival
+
+class Control(IntEnum):
+    """Messages that are only a kind: their one byte."""
+
+    DRAIN = 3  # to the engine: finish what was submitted, then stop
+    STOP = 4  # to the engine: stop now and drop what runs
+    RESET_PREFIX_CACHE = 5  # to the engine: forget cached prefixes; running requests keep pages
+    START_TRACE = 6  # to the engine: record the stages of every step
+    TAKE_TRACE = 7  # to the engine: send what was recorded, and stop recording
+    COMPILED = 9  # to the engine, from itself: a grammar is ready
+    READ_TRACE = 10  # to the engine: send what was recorded since the last time, and go on
+    STOPPED = 20  # to the front: the last message of an engine that was asked to stop or drain
+
+
+# kind, prompt length, output length, uid, priority, arrival
+_SUBMIT_HEAD = struct.Struct("<B3xIIqqd")
 _STEP_HEAD = struct.Struct("<B3xIIIIIIIqd")  # a multiple of 8, and so are the times after it
-_STEP_TIMES = struct.Struct("<ddd")
+_STEP_TIMES = struct.Struct("<dddd")
+_SNAPSHOTS = struct.Struct("<dqqq")
 _LOGPROBS_HEAD = struct.Struct("<iii")  # row, positions, width
 
-RESTED = -1.0  # idle time before a step for which the device was free to rest
+RESTED = -1.0  # as idle_s: no work was waiting, so the idle time is no bubble
 
 
 # ---- front -> engine
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +58,10 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Finish what was submitted, then stop."""
-
-
-@dataclass(frozen=True, slots=True)
 class Wake:
-    """From another replica: agreement `step` is about to be made."""
+    """From another replica: agreement number `step` is next."""
 
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop now; what runs is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    """Forget every cached prefix. Running requests keep their pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartTrace:
-    """Record the stages of every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeTrace:
-    """Send what was recorded, and stop recording."""
 
 
 # ---- engine -> front
@@ -82,32 +69,29 @@ class TakeTrace:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine serves. `extras` is whatever else the front must know, as JSON values."""
+    """The engine serves."""
 
     info: RunnerInfo
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StartupProgress:
     stage: str
     fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
+    """Why a rank ended, as it says itself."""
+
     reason: str
-    after_another: bool = False  # another rank seems to have gone first
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The last message of an engine that was asked to stop or drain."""
+    after_another: bool = False  # another rank seems to have ended first
+    kind: str = ""  # class name of the error, if the rank could not start
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What was recorded: observe.trace packs and unpacks it."""
+    """Recorded stages, packed by observe.trace."""
 
     spans: bytes
 
@@ -115,55 +99,40 @@ class Traced:
 class StepTimes(NamedTuple):
     """Seconds of one device step."""
 
-    idle_s: float  # the bubble: device idle time before it; RESTED when no work was waiting
-    busy_s: float  # of the device
-    host_s: float  # of the loop: plan, launch, commit and publish, without waiting
+    idle_s: float  # the bubble: device idle time before the step, or RESTED
+    busy_s: float  # device time
+    host_s: float  # time of the loop: plan, launch, commit and publish, without waiting
+    mask_wait_s: float = -1.0  # device time that waited for masks; -1: the step needed none
 
 
 @dataclass(slots=True)
 class Gauges:
-    """Where the engine stands. The last three count from the previous message on."""
+    """The engine's load. Rows, steps and times count from the previous message on."""
 
-    step: int = 0
     num_running: int = 0
     kv_usage: float = 0.0
     num_wasted_rows: int = 0  # rows computed for requests that had ended
     num_steps: int = 0  # device steps
-    times: list[StepTimes] = field(default_factory=list)  # of the steps that are over for good
+    times: list[StepTimes] = field(default_factory=list)  # of steps that have ended
+    # Of recurrent state; its counts are since the start.
+    snapshots: SnapshotStats = field(default_factory=SnapshotStats)
 
 
 @dataclass(slots=True)
 class StepMessage:
-    """What one step emitted, and what happened around it. Row i belongs to request uid_B[i],
-    or to nobody when that is -1.
+    """One step's result and what happened around it.
 
-    token_BW[i, :count_B[i]] are the row's new tokens; done_B[i] != 0 ends the request. The `row`
-    of an entry in `logprobs` counts rows of this message; prompt_logprobs come in prompt order,
-    each position once, also after a preemption.
+    prompt_logprobs come in prompt order, each position once, also after a preemption.
     """
 
-    uid_B: Longs
-    count_B: Ints
-    token_BW: Ints
-    done_B: Ints
-    num_drafts_B: Ints
-    num_accepted_B: Ints
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    result: StepResult
     events: Events = field(default_factory=Events)
     gauges: Gauges = field(default_factory=Gauges)
 
 
-Inbound = Submit | Abort | Drain | Wake | Stop | ResetPrefixCache | StartTrace | TakeTrace
-Outbound = Ready | Progress | StepMessage | Died | Stopped | Traced
-Message = Inbound | Outbound
-
-
-def without_rows(events: Events, gauges: Gauges) -> StepMessage:
-    """A message for events alone."""
-    none_B = np.empty(0, np.int32)
-    uid_B, token_BW = np.empty(0, np.int64), np.empty((0, 1), np.int32)
-    return StepMessage(uid_B, none_B, token_BW, none_B, none_B, none_B, (), (), events, gauges)
+EngineMessage = (
+    EngineRequest | Abort | Wake | Control | Ready | StartupProgress | StepMessage | Died | Traced
+)
 
 
 # ---- submit and control
@@ -171,34 +140,38 @@ def without_rows(events: Events, gauges: Gauges) -> StepMessage:
 
 def encode_submit(request: EngineRequest) -> bytes:
     prompt = np.asarray(request.prompt_token_ids, np.int32)
-    head = _SUBMIT_HEAD.pack(_SUBMIT, len(prompt), request.uid, request.priority, request.arrival_s)
+    output = np.asarray(request.output_token_ids, np.int32)
+    head = _SUBMIT_HEAD.pack(
+        _SUBMIT, len(prompt), len(output), request.uid, request.priority, request.arrival_s
+    )
     rest = {
         "params": _params_to_json(request.params),
         "eos": request.eos_token_ids,
         "bad": request.bad_word_ids,
     }
-    return b"".join((head, prompt.tobytes(), json.dumps(rest).encode()))
+    return b"".join((head, prompt.tobytes(), output.tobytes(), json.dumps(rest).encode()))
 
 
 def decode_submit(data: bytes) -> EngineRequest:
-    _, length, uid, priority, arrival_s = _SUBMIT_HEAD.unpack_from(data)
-    end = _SUBMIT_HEAD.size + 4 * length
-    prompt = array("i")
-    prompt.frombytes(data[_SUBMIT_HEAD.size : end])
-    rest = json.loads(data[end:])
+    _, length, num_output, uid, priority, arrival_s = _SUBMIT_HEAD.unpack_from(data)
+    end = _SUBMIT_HEAD.size + 4 * (length + num_output)
+    tokens = array("i")
+    tokens.frombytes(data[_SUBMIT_HEAD.size : end])
+    rest = json.loads(data[end:].decode())
     return EngineRequest(
         uid=uid,
-        prompt_token_ids=prompt,
+        prompt_token_ids=tokens[:length],
+        output_token_ids=tokens[length:],
         params=_params_from_json(rest["params"]),
         eos_token_ids=tuple(rest["eos"]),
-        bad_word_ids=tuple(tuple(word) for word in rest["bad"]),
+        bad_word_ids=tuple(map(tuple, rest["bad"])),
         priority=priority,
         arrival_s=arrival_s,
     )
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """Only what differs from the defaults: most requests set three or four fields."""
+    """Only fields that differ from the defaults."""
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
     if params.logit_bias is not None:  # JSON keys are strings
@@ -207,16 +180,20 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
         values["allowed_token_ids"] = [int(t) for t in params.allowed_token_ids]
     if params.extra_args is not None:
         values["extra_args"] = dict(params.extra_args)
+    if params.structured_outputs is not None:
+        values["structured_outputs"] = params.structured_outputs.as_dict()
     return values
 
 
 def _params_from_json(values: dict[str, Any]) -> SamplingParams:
-    """The front has checked them: the loop thread does not check again."""
+    """Without checks; the engine checks the request as a whole."""
     if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])
     for name, value in values.items():
         if type(value) is list:
             values[name] = tuple(value)
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     params = object.__new__(SamplingParams)
     params.__dict__.update(_DEFAULTS)
     params.__dict__.update(values)
@@ -227,8 +204,8 @@ _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingP
 
 
 def submit_uid(data: bytes) -> int | None:
-    """Whose submit this is, without decoding it. None: it is another message."""
-    return int(_SUBMIT_HEAD.unpack_from(data)[2]) if data[0] == _SUBMIT else None
+    """The uid of a submit, without decoding it. None for another message."""
+    return int(_SUBMIT_HEAD.unpack_from(data)[3]) if data[0] == _SUBMIT else None
 
 
 def encode_abort(uids: Sequence[int]) -> bytes:
@@ -236,67 +213,56 @@ def encode_abort(uids: Sequence[int]) -> bytes:
 
 
 def decode_abort(data: bytes) -> list[int] | None:
-    """The uids. None: it is another message."""
+    """The uids of an abort. None for another message."""
     return np.frombuffer(data, np.int64, offset=1).tolist() if data[0] == _ABORT else None
 
 
-Plain = Drain | Stop | ResetPrefixCache | StartTrace | TakeTrace | Stopped
-_PLAIN: dict[type[Plain], int] = {
-    Drain: _DRAIN,
-    Stop: _STOP,
-    ResetPrefixCache: _RESET,
-    StartTrace: _START_TRACE,
-    TakeTrace: _TAKE_TRACE,
-    Stopped: _STOPPED,
-}
-_PLAIN_OF = {kind: type_() for type_, kind in _PLAIN.items()}
-
-
-def encode(message: Plain | Wake | Ready | Progress | Died | Traced) -> bytes:
-    """Messages that are rare: one byte and, where there is something to say, JSON."""
+def encode(message: Control | Wake | Ready | StartupProgress | Died | Traced) -> bytes:
+    """Messages that are rare: one byte and, where they hold more, JSON."""
     match message:
         case Traced(spans=spans):
             return bytes((_TRACED,)) + spans
-        case Ready(info=info, extras=extras):
-            return _with_json(_READY, {"info": asdict(info), "extras": extras})
-        case Progress(stage=stage, fraction=fraction):
+        case Ready(info=info):
+            return _with_json(_READY, asdict(info))
+        case StartupProgress(stage=stage, fraction=fraction):
             return _with_json(_PROGRESS, [stage, fraction])
-        case Died(reason=reason, after_another=after_another):
-            return _with_json(_DIED, [reason, after_another])
+        case Died():
+            return _with_json(_DIED, [message.reason, message.after_another, message.kind])
         case Wake(step=step):
             return bytes((_WAKE,)) + step.to_bytes(8, "little")
         case _:
-            return bytes((_PLAIN[type(message)],))
+            return bytes((message,))
 
 
 def _with_json(kind: int, value: Any) -> bytes:
     return bytes((kind,)) + json.dumps(value).encode()
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> EngineMessage:
     """Any message, told apart by its first byte."""
     kind = data[0]
     if kind == _STEP:
         return decode_step(data)
     if kind == _SUBMIT:
-        return Submit(decode_submit(data))
+        return decode_submit(data)
     if (aborted := decode_abort(data)) is not None:
         return Abort(tuple(aborted))
     return _decode_rare(kind, data)
 
 
-def _decode_rare(kind: int, data: bytes) -> Message:
-    if kind in _PLAIN_OF:
-        return _PLAIN_OF[kind]
+def _decode_rare(kind: int, data: bytes) -> EngineMessage:
     if kind == _TRACED:
         return Traced(data[1:])
+    if len(data) == 1:
+        return Control(kind)
     if kind == _WAKE:
         return Wake(int.from_bytes(data[1:], "little"))
     value = json.loads(data[1:])
     if kind == _READY:
-        return Ready(RunnerInfo(**value["info"]), value["extras"])
+        value["draft_methods"] = tuple(value["draft_methods"])
+        return Ready(RunnerInfo(**value))
     if kind == _PROGRESS:
-        return Progress(value[0], value[1])
+        return StartupProgress(*value)
     assert kind == _DIED, f"message of unknown kind {kind}"
     return Died(*value)
 
@@ -304,34 +270,36 @@ def _decode_rare(kind: int, data: bytes) -> Message:
 # ---- steps
 
 
-def encode_step(message: StepMessage) -> bytes:
-    return pack_step(message, message.events, message.gauges)
-
-
-def pack_step(rows: Emitted | StepMessage, events: Events, gauges: Gauges) -> bytes:
-    """On the loop thread: a handful of copies, whatever the number of rows."""
+def encode_step(result: StepResult, events: Events, gauges: Gauges) -> bytes:
+    """Called on the loop thread. The number of copies does not depend on the number of rows."""
     g = gauges
-    num_rows, width = rows.token_BW.shape
+    num_rows, width = result.token_BW.shape
     packed = _pack_events(events) if events else b""
     head = _STEP_HEAD.pack(
         _STEP, num_rows, width, len(packed), len(g.times), g.num_running,
-        g.num_wasted_rows, g.num_steps, g.step, g.kv_usage,
+        g.num_wasted_rows, g.num_steps, result.step, g.kv_usage,
     )  # fmt: skip
     parts = [
         head,
         *[_STEP_TIMES.pack(*times) for times in g.times],
-        rows.uid_B.tobytes(),
-        rows.count_B.tobytes(),
-        rows.done_B.tobytes(),
-        rows.num_drafts_B.tobytes(),
-        rows.num_accepted_B.tobytes(),
-        rows.token_BW.tobytes(),
+        _SNAPSHOTS.pack(*g.snapshots),
+        result.uid_B.tobytes(),
+        result.count_B.tobytes(),
+        result.done_B.tobytes(),
+        result.num_drafts_B.tobytes(),
+        result.num_accepted_B.tobytes(),
+        _column(result.num_forced_B, num_rows),
+        result.token_BW.tobytes(),
         packed,
     ]
-    if rows.logprobs or rows.prompt_logprobs:
-        _append_logprobs(parts, rows.logprobs)
-        _append_logprobs(parts, rows.prompt_logprobs)
+    if result.logprobs or result.prompt_logprobs:
+        _append_logprobs(parts, result.logprobs)
+        _append_logprobs(parts, result.prompt_logprobs)
     return b"".join(parts)
+
+
+def _column(values_B: Ints | None, num_rows: int) -> bytes:
+    return bytes(4 * num_rows) if values_B is None else values_B.tobytes()
 
 
 def decode_step(data: bytes) -> StepMessage:
@@ -339,10 +307,12 @@ def decode_step(data: bytes) -> StepMessage:
      kv_usage) = _STEP_HEAD.unpack_from(data)  # fmt: skip
     at = _STEP_HEAD.size + num_times * _STEP_TIMES.size
     times = [StepTimes(*t) for t in _STEP_TIMES.iter_unpack(data[_STEP_HEAD.size : at])]
+    snapshots = SnapshotStats(*_SNAPSHOTS.unpack_from(data, at))
+    at += _SNAPSHOTS.size
     uid_B = np.frombuffer(data, np.int64, rows, at)
     at += 8 * rows
-    columns = np.frombuffer(data, np.int32, 4 * rows, at).reshape(4, rows)
-    at += 16 * rows
+    columns = np.frombuffer(data, np.int32, 5 * rows, at).reshape(5, rows)
+    at += 20 * rows
     token_BW = np.frombuffer(data, np.int32, rows * width, at).reshape(rows, width)
     at += 4 * rows * width
     events = _unpack_events(data[at : at + event_bytes]) if event_bytes else Events()
@@ -353,22 +323,22 @@ def decode_step(data: bytes) -> StepMessage:
         logprobs, at = _read_logprobs(data, at)
         prompt_logprobs, at = _read_logprobs(data, at)
     assert at == len(data), f"step message of {len(data)} bytes ends at {at}"
-    return StepMessage(
-        uid_B, columns[0], token_BW, columns[1], columns[2], columns[3],
-        logprobs, prompt_logprobs, events,
-        Gauges(step, running, kv_usage, wasted, steps, times),
-    )  # fmt: skip
+    count_B, done_B, num_drafts_B, num_accepted_B, num_forced_B = columns
+    result = StepResult(step, uid_B, count_B, token_BW, done_B, num_drafts_B, num_accepted_B)
+    result.num_forced_B = num_forced_B
+    result.logprobs, result.prompt_logprobs = logprobs, prompt_logprobs
+    return StepMessage(result, events, Gauges(running, kv_usage, wasted, steps, times, snapshots))
 
 
 def _pack_events(events: Events) -> bytes:
-    """Counts, then numbers; only requests that ended without a row bring text."""
+    """Counts, then numbers, then JSON of the requests that ended without a row."""
     numbers = array("q", (len(events.admitted), len(events.preempted)))
     for pair in events.admitted:
         numbers.extend(pair)
     numbers.extend(events.preempted)
     if not events.ended:
         return numbers.tobytes()
-    ended = [(e.uid, e.done, e.reason, e.error) for e in events.ended]
+    ended = [(e.uid, e.done, e.reason, e.error, e.param) for e in events.ended]
     return numbers.tobytes() + json.dumps(ended).encode()
 
 

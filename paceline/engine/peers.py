@@ -1,6 +1,6 @@
-"""Ranks that share the layers of a replica: the leader sends its plans, the others launch them.
+"""Tensor parallel ranks of a replica: the leader sends its plans, its peers launch them.
 
-Every rank computes its own results, which are the same to the bit; only plans and masks travel.
+Every rank computes the results itself, bit for bit the same. Only plans and masks are sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
+from paceline.engine.transport import read_exactly
 from paceline.errors import CollectiveError
 from paceline.step import (
     InFlightStep,
@@ -26,13 +27,13 @@ from paceline.step import (
 )
 
 _HEADER = struct.Struct("<IB")  # bytes that follow, kind
-_PLAN, _LATE, _SPARE, _REST = 1, 2, 3, 4
-# Without a new plan for so long, a peer waits for its newest steps too: one of them may fail.
+_PLAN, _LATE, _SPARE, _HEARTBEAT = 1, 2, 3, 4
+# If no plan comes for this long, a peer also waits for its newest steps, to notice a failure.
 _QUIET_S = 0.005
 
 
 class LeadingRunner:
-    """A leader's runner: what it launches, its peers launch too. See step.Runner."""
+    """The runner of a leader: its peers launch what it launches. See step.Runner."""
 
     def __init__(self, runner: Runner, peers: Sequence[socket.socket], timeout_s: float) -> None:
         self._runner = runner
@@ -64,9 +65,9 @@ class LeadingRunner:
         self.send(_SPARE, b"")
         return self._runner.use_spare_time()
 
-    def rest(self) -> None:
-        self.send(_REST, b"")
-        self._runner.rest()
+    def heartbeat(self) -> None:
+        self.send(_HEARTBEAT, b"")
+        self._runner.heartbeat()
 
     def close(self) -> None:
         for peer in self._peers:
@@ -76,13 +77,13 @@ class LeadingRunner:
     def send(self, kind: int, payload: bytes) -> None:
         frame = _HEADER.pack(len(payload), kind) + payload
         for peer in self._peers:
-            # A peer that is gone is the front's to notice; the step would wait for it in vain.
+            # The front notices a peer that has ended, and ends this rank.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 try:
                     peer.sendall(frame)
                 except TimeoutError as error:
                     raise CollectiveError(
-                        f"a rank of this replica has not taken its plan for {self._timeout_s:g} s."
+                        f"a rank of this replica has not read its plan for {self._timeout_s:g} s."
                     ) from error
 
 
@@ -103,17 +104,17 @@ class _LeadingStep:
 
 
 def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) -> None:
-    """Launch what the leader launches until its end is closed. Raises what a step raised.
+    """Launch what the leader launches, until the leader closes its end. Raises what a step raised.
 
-    The leader owes the next frame, also at rest (engine.pulse_s): twice `timeout_s` are enough for
-    it to say itself whom it waits for.
+    The leader sends a heartbeat while it is idle. Without any frame for twice `timeout_s` this
+    raises; by then a leader that waits for another rank has reported that rank.
     """
     in_flight: deque[InFlightStep] = deque()
-    unbound: InFlightStep | None = None  # the newest, when it waits for masks
+    unbound: InFlightStep | None = None  # the newest step, if it waits for masks
     poll = select.poll()
     poll.register(leader, select.POLLIN)
     while True:
-        # As the leader does. A step that waits for masks gets them from the next frame.
+        # The same run-ahead depth as the leader. The next frame has the masks of an unbound step.
         while len(in_flight) > depth and in_flight[0] is not unbound:
             in_flight.popleft().wait()
         has_more = bool(in_flight) and in_flight[0] is not unbound
@@ -127,10 +128,10 @@ def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) 
         leader.settimeout(2 * timeout_s)
         if kind == _SPARE:
             runner.use_spare_time()
-        elif kind == _REST:
-            runner.rest()
+        elif kind == _HEARTBEAT:
+            runner.heartbeat()
         elif kind == _LATE:
-            assert unbound is not None, "masks for a step that waits for none"
+            assert unbound is not None, "masks came, but no step waits for them"
             unbound.bind(decode_late(payload))
             unbound = None
         else:
@@ -142,28 +143,13 @@ def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) 
 def _read_frame(leader: socket.socket) -> tuple[int, bytes] | None:
     """(kind, payload); None: the leader's end is closed."""
     try:
-        header = _read_exactly(leader, _HEADER.size)
+        header = read_exactly(leader, _HEADER.size)
         if header is None:
             return None
         size, kind = _HEADER.unpack(header)
-        payload = _read_exactly(leader, size)
+        payload = read_exactly(leader, size)
     except TimeoutError as error:
         raise CollectiveError(
             f"the leader of this replica has sent nothing for {leader.gettimeout():g} s."
         ) from error
     return None if payload is None else (kind, payload)
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
-    """None: the other end is closed."""
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        try:
-            count = sock.recv_into(view[filled:])
-        except ConnectionResetError:
-            return None
-        if not count:
-            return None
-        filled += count
-    return bytes(data)

@@ -1,6 +1,6 @@
-"""Plans as bytes: what the leader of a replica sends to the ranks that share its layers.
+"""Plans as bytes: what the leader of a replica sends to its tensor parallel peers.
 
-Plain numbers and arrays, no pickle; an admitted request travels as it came from the front.
+Plain numbers and arrays, no pickle. An admitted request has the encoding of its submit message.
 """
 
 from __future__ import annotations
@@ -11,20 +11,34 @@ from typing import Any
 import numpy as np
 
 from paceline.engine.messages import decode_submit, encode_submit
-from paceline.step import Ints, LateMasks, PageAppends, SlotInit, StepPlan, StepSize
+from paceline.step import (
+    MARKS,
+    HostDrafts,
+    Ints,
+    LateMasks,
+    PageAppends,
+    SlotInit,
+    SnapshotMarks,
+    StepPlan,
+    StepSize,
+)
 
-_HEAD = struct.Struct("<6i")  # step, k, rows, admissions, page appends, flags
-_STEP_SIZE = struct.Struct("<7i")
-_INIT = struct.Struct("<7i")  # slot, prompt_len, num_cached, max_len, tokens, pages, request bytes
-_LATE, _AGREED = 1, 2
+_HEAD = struct.Struct("<7i")  # step, k, draft_k, rows, admissions, page appends, flags
+_STEP_SIZE = struct.Struct("<9i")
+# slot, prompt_len, num_cached, max_len, snapshot, tokens, pages, request bytes
+_INIT = struct.Struct("<8i")
+_HOST_SIZE = struct.Struct("<2i")  # continuations, the longest of them
+_LATE, _AGREED, _MARKS, _HOST_DRAFTS = 1, 2, 4, 8
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     rows, appends, agreed = plan.num_rows, plan.page_appends, plan.agreed
     num_appends = 0 if appends is None else len(appends.slot)
     flags = _LATE * (plan.late_B is not None) | _AGREED * (agreed is not None)
+    flags |= _MARKS * (plan.marks is not None) | _HOST_DRAFTS * (plan.host_drafts is not None)
+    draft_k = -1 if plan.draft_k is None else plan.draft_k
     parts = [
-        _HEAD.pack(plan.step, plan.k, rows, len(plan.admissions), num_appends, flags),
+        _HEAD.pack(plan.step, plan.k, draft_k, rows, len(plan.admissions), num_appends, flags),
         plan.uid_B.astype(np.int64).tobytes(),
         *(_ints(x) for x in (plan.slot_B, plan.query_len_B, plan.k_B, plan.length_bound_B)),
         plan.samples_B.tobytes(),
@@ -35,12 +49,16 @@ def encode_plan(plan: StepPlan) -> bytes:
         parts.append(_STEP_SIZE.pack(*agreed.packed()))
     if appends is not None:
         parts += [_ints(x) for x in (appends.slot, appends.index, appends.page)]
+    if plan.marks is not None:
+        parts += [_ints(x) for x in (plan.marks.length_BM, plan.marks.entry_BM)]
+    if plan.host_drafts is not None:
+        parts.append(_pack_host_drafts(plan.host_drafts))
     parts += [_pack_init(init) for init in plan.admissions]
     return b"".join(parts)
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    step, k, rows, num_inits, num_appends, flags = _HEAD.unpack_from(data)
+    step, k, draft_k, rows, num_inits, num_appends, flags = _HEAD.unpack_from(data)
     read = _Cursor(data, _HEAD.size)
     uid_B = read.array(np.int64, rows)
     slot_B, query_len_B, k_B, bound_B = (read.array(np.int32, rows) for _ in range(4))
@@ -50,6 +68,11 @@ def decode_plan(data: bytes) -> StepPlan:
     appends = None
     if num_appends:
         appends = PageAppends(*(read.array(np.int32, num_appends) for _ in range(3)))
+    marks = None
+    if flags & _MARKS:
+        mark_words = (read.array(np.int32, rows * MARKS) for _ in range(2))
+        marks = SnapshotMarks(*(words.reshape(rows, MARKS) for words in mark_words))
+    host_drafts = _unpack_host_drafts(read) if flags & _HOST_DRAFTS else None
     return StepPlan(
         step=step,
         k=k,
@@ -62,6 +85,9 @@ def decode_plan(data: bytes) -> StepPlan:
         admissions=[_unpack_init(read) for _ in range(num_inits)],
         page_appends=appends,
         late_B=late_B,
+        host_drafts=host_drafts,
+        draft_k=None if draft_k < 0 else draft_k,
+        marks=marks,
         agreed=agreed,
     )
 
@@ -78,18 +104,35 @@ def decode_late(data: bytes) -> LateMasks:
     return LateMasks(row_R, read.array(np.int32, count * width * words).reshape(-1, width, words))
 
 
+def _pack_host_drafts(host: HostDrafts) -> bytes:
+    head = _HOST_SIZE.pack(*host.token_RC.shape)
+    return head + b"".join(
+        _ints(x) for x in (host.row_R, host.length_R, host.least_R, host.token_RC)
+    )
+
+
+def _unpack_host_drafts(read: _Cursor) -> HostDrafts:
+    count, width = read.struct(_HOST_SIZE)
+    row_R, length_R, least_R = (read.array(np.int32, count) for _ in range(3))
+    token_RC = read.array(np.int32, count * width).reshape(count, width)
+    return HostDrafts(row_R, length_R, token_RC, least_R)
+
+
 def _pack_init(init: SlotInit) -> bytes:
     request = encode_submit(init.request)
     sizes = (len(init.tokens), len(init.pages), len(request))
-    head = _INIT.pack(init.slot, init.prompt_len, init.num_cached, init.max_len, *sizes)
+    numbers = (init.slot, init.prompt_len, init.num_cached, init.max_len, init.snapshot)
+    head = _INIT.pack(*numbers, *sizes)
     return b"".join((head, _ints(init.tokens), _ints(init.pages), request))
 
 
 def _unpack_init(read: _Cursor) -> SlotInit:
-    slot, prompt_len, num_cached, max_len, num_tokens, num_pages, size = read.struct(_INIT)
+    slot, prompt_len, num_cached, max_len, snapshot, num_tokens, num_pages, size = read.struct(
+        _INIT
+    )
     tokens, pages = read.array(np.int32, num_tokens), read.array(np.int32, num_pages)
     request = decode_submit(read.take(size))
-    return SlotInit(slot, request, tokens, prompt_len, num_cached, max_len, pages)
+    return SlotInit(slot, request, tokens, prompt_len, num_cached, max_len, pages, snapshot)
 
 
 def _ints(values: Ints) -> bytes:
@@ -97,7 +140,7 @@ def _ints(values: Ints) -> bytes:
 
 
 class _Cursor:
-    """Reads one part after the other."""
+    """Reads one part after another."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data = data
@@ -111,5 +154,5 @@ class _Cursor:
         return kind.unpack(self.take(kind.size))
 
     def array(self, kind: type[np.generic], count: int) -> Any:
-        """A copy: whoever has the plan may write to it."""
+        """A copy, because a plan is writable."""
         return np.frombuffer(self.take(count * np.dtype(kind).itemsize), kind).copy()

@@ -1,4 +1,4 @@
-"""Reads what a caller gave as prompts and parameters into one shape. Knows no tokenizer."""
+"""Reads the prompts and parameters that a caller of `LLM` gives. Knows no tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import InvalidRequest, nearest
 from paceline.request import SamplingParams
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
+PromptInput = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -58,7 +58,7 @@ def _read_prompt_dict(item: Mapping[str, Any]) -> tuple[str | None, list[int] | 
         raise InvalidRequest('A prompt dict needs "prompt" or "prompt_token_ids".', param="prompts")
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f'"prompt" must be a string, got {text!r}.', param="prompt")
-    # With both, the ids are what is computed and the text is what is reported.
+    # With both, the ids are computed and the text is reported.
     return text, None if ids is None else _to_list(ids)
 
 

@@ -1,7 +1,4 @@
-"""Where the engine stands and what it has done, as the front has been told.
-
-Counts and adds up; never reads a clock.
-"""
+"""The engine's present load and its totals, from the messages that the front has received."""
 
 from __future__ import annotations
 
@@ -12,72 +9,125 @@ import numpy as np
 
 from paceline.engine.messages import Gauges, StepMessage, StepTimes
 from paceline.observe.histogram import BUBBLE_BOUNDS_S, Histogram
+from paceline.scheduler.snapshots import SnapshotStats
+from paceline.step import StepResult
 
-_MOST_RECENT = 16_384  # steps whose times are kept one by one
+DIED, DRAINED = "died", "drained"  # why a group of ranks was restarted
+_MOST_RECENT = 16_384  # steps whose times are kept
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Gauges as of the newest messages, and totals since the start; of all replicas together."""
+    """Gauges of the newest messages, and totals since the start, over all replicas."""
 
     num_replicas: int = 1
-    step: int = 0  # of the replica that is furthest
-    num_held: int = 0  # sequences that were submitted, and that no replica has let go of
+    step: int = 0  # the highest number of all replicas
+    num_held: int = 0  # sequences submitted that have not ended in their replica
     num_running: int = 0
-    kv_usage: float = 0.0  # the mean over replicas
+
+    restarts: Counter[str] = field(default_factory=Counter)  # of groups of ranks, by cause
+    num_restarting: int = 0  # replicas that restart now
+    restart_reason: str = ""  # of the newest restart
+    num_resumed: int = 0  # sequences that went on in another engine
 
     num_steps: int = 0
     bubble_s: float = 0.0  # device idle time between steps
-    busy_s: float = 0.0  # of the device
-    host_s: float = 0.0  # of the loop, without waiting
+    busy_s: float = 0.0  # device time
+    host_s: float = 0.0  # time of the loop, without waiting
     num_wasted_rows: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # of admitted sequences
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
-    num_generated_tokens: int = 0  # as delivered: without what a stop string cut off
+    num_generated_tokens: int = 0  # delivered ones: without tokens after a stop string
     num_drafts: int = 0  # rows that verified at least one draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts only, never the bonus token
+    num_forced_tokens: int = 0  # accepted drafts that a grammar left no other choice for
     accepted_per_position: list[int] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)  # sequences by finish_reason
-    # Step by step: device idle time before each, and the times of the newest.
+    # Device idle time before each step, and before the masks of a step came; the times of the
+    # newest steps.
     bubble: Histogram = field(default_factory=lambda: Histogram(BUBBLE_BOUNDS_S), repr=False)
+    mask_wait: Histogram = field(default_factory=lambda: Histogram(BUBBLE_BOUNDS_S), repr=False)
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT), repr=False)
-    _newest: dict[int, Gauges] = field(default_factory=dict, repr=False)  # by replica
+    newest: dict[int, Gauges] = field(default_factory=dict, repr=False)  # by replica
+    _ended: list[SnapshotStats] = field(default_factory=list, repr=False)  # of ended engines
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether no replica serves now; requests wait."""
+        return self.num_restarting == self.num_replicas
 
     @property
     def num_waiting(self) -> int:
-        """In the front, on the way to an engine or in its queue."""
+        """Sequences in the front, on the way to an engine or in its queue."""
         return max(0, self.num_held - self.num_running)
 
+    @property
+    def kv_usage(self) -> float:
+        """The mean over replicas."""
+        return sum(g.kv_usage for g in self.newest.values()) / self.num_replicas
+
+    @property
+    def snapshot_usage(self) -> float:
+        """Of entries for recurrent state; the mean over replicas."""
+        return sum(g.snapshots.usage for g in self.newest.values()) / self.num_replicas
+
+    @property
+    def _snapshots(self) -> list[SnapshotStats]:
+        return [*self._ended, *(g.snapshots for g in self.newest.values())]
+
+    @property
+    def num_snapshot_hits(self) -> int:
+        return sum(s.num_hits for s in self._snapshots)
+
+    @property
+    def num_snapshot_misses(self) -> int:
+        return sum(s.num_misses for s in self._snapshots)
+
+    @property
+    def num_snapshot_evictions(self) -> int:
+        return sum(s.num_evictions for s in self._snapshots)
+
     def take(self, message: StepMessage, replica: int = 0) -> None:
-        gauges = message.gauges
-        self._newest[replica] = gauges
-        newest = self._newest.values()
-        self.step = max(g.step for g in newest)
-        self.num_running = sum(g.num_running for g in newest)
-        self.kv_usage = sum(g.kv_usage for g in newest) / self.num_replicas
+        result, gauges = message.result, message.gauges
+        # Not a sum over all replicas: every step message of each of them comes through here.
+        before = self.newest.get(replica)
+        self.num_running += gauges.num_running - (0 if before is None else before.num_running)
+        self.newest[replica] = gauges
+        self.step = max(self.step, result.step)
         self.num_steps += gauges.num_steps
         for times in gauges.times:
             self._take_times(times)
         self.num_wasted_rows += gauges.num_wasted_rows
         self.num_preemptions += len(message.events.preempted)
-        num_draft_tokens = int(message.num_drafts_B.sum())
+        num_draft_tokens = int(result.num_drafts_B.sum())
         if num_draft_tokens:
             self.num_draft_tokens += num_draft_tokens
-            self._count_accepted(message)
+            self._count_accepted(result)
+        if result.num_forced_B is not None:
+            self.num_forced_tokens += int(result.num_forced_B.sum())
+
+    def forget(self, replica: int) -> None:
+        """The replica's engine has ended: it has no load, and its totals stay."""
+        gauges = self.newest.pop(replica, None)
+        if gauges is not None:
+            self.num_running -= gauges.num_running
+            self._ended.append(gauges.snapshots)
 
     def _take_times(self, times: StepTimes) -> None:
         self.recent.append(times)
         self.busy_s += times.busy_s
         self.host_s += times.host_s
-        if times.idle_s >= 0.0:  # else the device had been free to rest
+        if times.idle_s >= 0.0:  # else no work was waiting
             self.bubble_s += times.idle_s
             self.bubble.observe(times.idle_s)
+        if times.mask_wait_s >= 0.0:
+            self.mask_wait.observe(times.mask_wait_s)
 
-    def _count_accepted(self, message: StepMessage) -> None:
-        accepted_B = message.num_accepted_B
-        self.num_drafts += int(np.count_nonzero(message.num_drafts_B))
+    def _count_accepted(self, result: StepResult) -> None:
+        accepted_B = result.num_accepted_B
+        self.num_drafts += int(np.count_nonzero(result.num_drafts_B))
         self.num_accepted_tokens += int(accepted_B.sum())
         most = int(accepted_B.max())
         missing = most - len(self.accepted_per_position)

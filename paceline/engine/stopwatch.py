@@ -1,6 +1,6 @@
-"""Where a step's time goes: the loop's stages by its own clock, the device's as results say.
+"""Measures steps: the loop's stages on the host, and the device's times from the results.
 
-Decides nothing. Host and device times are of one clock, time.perf_counter of this process.
+Host and device times use one clock: time.perf_counter of this process.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from paceline.step import StepResult
 
 
 class Stopwatch:
-    """Called by the loop thread at the border of two stages; a handful of times per step."""
+    """The loop thread calls it between two stages, a few times per step."""
 
     def __init__(self) -> None:
         self.idle_s = self.busy_s = self.host_s = 0.0  # totals
-        self.step = 0  # the step that the present stage is about; 0: none, and it is not traced
+        self.step = 0  # the step of the present stage; 0: none, and the stage is not traced
         self.trace: TraceRing | None = None
         self._stage = ""
         self._since_s = 0.0
-        self._stages_s = 0.0  # host time that no step has been charged with yet
-        self._newest: StepResult | None = None  # committed, and not measured yet
+        self._stages_s = 0.0  # host time that is not counted for a step yet
+        self._newest: StepResult | None = None  # committed and not measured
         self._idle_before_s = RESTED
         self._rested = True
         self._times: list[StepTimes] = []
@@ -40,20 +40,20 @@ class Stopwatch:
 
     @property
     def present(self) -> tuple[str, int, float]:
-        """The stage, its step and when it began."""
+        """The stage, its step and when it began; an empty stage: the loop waits for messages."""
         return self._stage, self.step, self._since_s
 
     def leave(self) -> None:
-        """The turn is over; what follows is nobody's time."""
+        """The turn is over; time until the next one is not counted."""
         self.enter("")
 
     # ---- the device
 
     def took(self, result: StepResult) -> None:
-        """A result is there, so the step before it is over.
+        """A result has come, so the step before it has ended and is measured now.
 
-        That one is measured only now: drafting goes on after a result has left, and the runner
-        knows when the step ended once the next one has begun.
+        A result comes before its step ends: drafting follows. The runner knows the end of a step
+        when the next one has begun.
         """
         previous = self._newest
         idle_s = RESTED
@@ -64,13 +64,13 @@ class Stopwatch:
         self._newest, self._idle_before_s, self._rested = result, idle_s, False
 
     def rest(self) -> None:
-        """Nothing runs and nothing waits: until the next step the device may rest."""
+        """No work is left: idle time up to the next step is no bubble."""
         self._rested = True
 
     def settle(self) -> None:
-        """The loop is about to block: no later result will close the newest step.
+        """The loop goes idle, so no later result ends the newest step: measure it now.
 
-        A runner that learns the end of a step from the next one does not know it: left out then.
+        It is left out if the runner does not know its end.
         """
         newest, self._newest = self._newest, None
         if newest is not None and newest.device_end_s > newest.device_start_s:
@@ -78,7 +78,7 @@ class Stopwatch:
         self._rested = True
 
     def take_times(self) -> list[StepTimes]:
-        """Of the steps that were measured since the last call."""
+        """Times of the steps measured since the last call."""
         times, self._times = self._times, []
         return times
 
@@ -86,7 +86,7 @@ class Stopwatch:
         idle_s = self._idle_before_s
         busy_s = result.device_end_s - result.device_start_s
         host_s, self._stages_s = self._stages_s, 0.0
-        self._times.append(StepTimes(idle_s, busy_s, host_s))
+        self._times.append(StepTimes(idle_s, busy_s, host_s, result.mask_wait_s))
         if idle_s > 0.0:
             self.idle_s += idle_s
         self.busy_s += busy_s

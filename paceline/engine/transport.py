@@ -1,10 +1,8 @@
-"""Frames of bytes over socket pairs between the front and the engine.
+"""Frames of bytes over socket pairs between front and engine. Neither side blocks the other.
 
-The front side has no thread and never waits to send: `send` writes what the socket takes, and the
-rest stays in a mailbox until `fileno` is readable and `receive` is called. The engine side has one
-thread that always reads and one that always writes, so neither side can make the other wait: what
-the front is slow to take stays in the engine's outbox, and what the engine is slow to take stays in
-its inbox.
+The front side has no thread and never waits to send: `send` writes what fits into the socket, and
+the rest stays in a mailbox until `receive` is called. The engine side has a thread that reads into
+its inbox and a thread that writes from its outbox.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from paceline.engine.mailbox import Mailbox
 
 _HEADER = struct.Struct("<I")
 _READ_BYTES = 1 << 18
-# One `receive` takes at most this much, so that an event loop gets its turn between two of them.
+# One `receive` reads at most this much, so that the event loop can run other tasks in between.
 _MAX_TURN_BYTES = 1 << 20
 _MAX_JOINED_FRAMES = 64
 
@@ -33,8 +31,23 @@ def connected_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
+def read_exactly(sock: socket.socket, size: int) -> bytes | None:
+    """Block until `size` bytes have come. None: the other end is closed."""
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        try:
+            count = sock.recv_into(view[filled:])
+        except ConnectionResetError:
+            return None
+        if not count:
+            return None
+        filled += count
+    return bytes(data)
+
+
 class ChannelClosed(Exception):
-    """The engine side of the channel is gone."""
+    """The engine has closed its side of the channel."""
 
 
 class Channel:
@@ -45,7 +58,7 @@ class Channel:
         self._socket = sock
         self._inbound = bytearray()
         self._outbox = Mailbox()
-        self._outbound = bytearray()  # the rest of the frame that was begun
+        self._outbound = bytearray()  # the rest of a frame that was sent in part
         self._blocked_since_s = 0.0
         self.at_end = False  # the engine's end is closed and everything it sent was received
 
@@ -58,18 +71,18 @@ class Channel:
 
     @property
     def blocked_s(self) -> float:
-        """How long the engine's end has taken nothing while something waits to be sent."""
+        """How long the engine has read nothing while something waits to be sent."""
         return time.monotonic() - self._blocked_since_s if self._outbound else 0.0
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame and write what the socket takes. Returns at once."""
+        """Queue one frame and write what fits into the socket. Returns at once."""
         if self._socket.fileno() < 0:
             raise ChannelClosed
         self._outbox.put(payload)
         self.flush()
 
     def flush(self, timeout_s: float = 0.0) -> None:
-        """Write what the socket takes; wait up to `timeout_s` each time that it takes nothing."""
+        """Write what fits into the socket; wait up to `timeout_s` each time that it is full."""
         while self._outbound or self._begin_frame():
             try:
                 sent = self._socket.send(self._outbound)
@@ -91,14 +104,14 @@ class Channel:
         return True
 
     def cut(self) -> None:
-        """Give the engine's end up: `receive` finds it closed."""
+        """Close the channel, so that `receive` finds it at its end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self, timeout_s: float | None = 0.0) -> list[bytes]:
-        """Every whole frame that has arrived; waits up to `timeout_s` (None: for ever) for one.
+        """All complete frames that have come; waits up to `timeout_s` (None: for ever) for one.
 
-        No whole frame stays behind, so `fileno` is readable whenever there is more to take.
+        Leaves no complete frame in its buffer, so `fileno` is readable if there is more.
         """
         if self.at_end or not self._wait(select.POLLIN, timeout_s):
             return []
@@ -142,8 +155,8 @@ class Channel:
 
 
 class Channels:
-    """The front's ends of all channels behind one descriptor: readable when one of them has
-    something to receive, or takes again what waits to be sent."""
+    """The front's ends of all channels behind one descriptor. It is readable if a channel has
+    something to receive, or has room for what waits to be sent."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
@@ -163,7 +176,7 @@ class Channels:
             self._watch(which)
 
     def receive(self, timeout_s: float | None = 0.0) -> list[tuple[int, bytes]]:
-        """(which channel, frame) of all that has arrived; see `Channel.receive`. Sends as well."""
+        """All (channel index, frame) that have come; see `Channel.receive`. Sends as well."""
         if not self._open:
             return []
         found = []
@@ -171,18 +184,18 @@ class Channels:
             which = self._open[descriptor]
             channel = self._channels[which]
             if events & select.EPOLLOUT:
-                with contextlib.suppress(ChannelClosed):  # then its end is received
+                with contextlib.suppress(ChannelClosed):  # `receive` finds it at its end
                     channel.flush()
             if events & ~select.EPOLLOUT:
                 found += [(which, frame) for frame in channel.receive()]
-            if channel.at_end:  # it would be readable for ever
+            if channel.at_end:  # else it would stay readable
                 self._epoll.unregister(descriptor)
                 del self._open[descriptor]
             self._watch(which)
         return found
 
     def _watch(self, which: int) -> None:
-        """Ask the kernel when a channel takes more, as long as there is more."""
+        """Have epoll report room in a channel while it has something to send."""
         channel = self._channels[which]
         has_unsent = channel.num_unsent_bytes > 0
         if has_unsent == (which in self._has_unsent) or channel.fileno() not in self._open:
@@ -192,7 +205,7 @@ class Channels:
         self._epoll.modify(channel.fileno(), events)
 
     def show_end(self, which: int) -> None:
-        """Make `fileno` readable once more for a channel that has ended."""
+        """Make `fileno` readable again for a channel that has ended."""
         descriptor = self._channels[which].fileno()
         if descriptor >= 0 and descriptor not in self._open:
             self._epoll.register(descriptor, select.EPOLLIN)
@@ -206,7 +219,7 @@ class Channels:
 
 
 class Port:
-    """The engine's end: an inbox that a thread fills and an outbox that a thread empties."""
+    """The engine's end. One thread fills its inbox, another one empties its outbox."""
 
     def __init__(
         self,
@@ -214,9 +227,8 @@ class Port:
         on_end: Callable[[], None],
         on_frame: Callable[[bytes], None] | None = None,
     ) -> None:
-        """In the inbox thread: `on_frame` sees each frame first, `on_end` runs when the front's
-        end is closed.
-        """
+        """The inbox thread calls `on_frame` for each frame, and `on_end` when the front has closed
+        its end."""
         sock.setblocking(True)
         self._socket = sock
         self._on_end = on_end
@@ -238,7 +250,7 @@ class Port:
         self._outbox.put(payload)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued, then close this end, so that the front sees the end of it."""
+        """Write what is queued, then close this end."""
         self._is_closing = True
         self._outbox.put(None)
         self._threads[1].join(timeout_s)
@@ -249,30 +261,18 @@ class Port:
 
     def _read(self) -> None:
         try:
-            while (header := self._read_exactly(_HEADER.size)) is not None:
-                payload = self._read_exactly(_HEADER.unpack(header)[0])
+            while (header := read_exactly(self._socket, _HEADER.size)) is not None:
+                payload = read_exactly(self._socket, _HEADER.unpack(header)[0])
                 if payload is None:
                     break
                 if self._on_frame is not None:
                     self._on_frame(payload)
                 self.inbox.put(payload)
+        except OSError:
+            pass  # `close` has closed this end
         finally:
             if not self._is_closing:
                 self._on_end()
-
-    def _read_exactly(self, length: int) -> bytes | None:
-        data = bytearray(length)
-        view = memoryview(data)
-        filled = 0
-        while filled < length:
-            try:
-                count = self._socket.recv_into(view[filled:])
-            except OSError:
-                return None
-            if count == 0:
-                return None
-            filled += count
-        return bytes(data)
 
     def _write(self) -> None:
         open_for_more = True
@@ -288,4 +288,4 @@ class Port:
             try:
                 self._socket.sendall(data)
             except OSError:
-                return  # the front is gone; the inbox thread says so
+                return  # the front has closed its end; the inbox thread reports it

@@ -1,6 +1,6 @@
-"""Logging: one line per record, the request id where one is known.
+"""Logging: one line per record, with the request id if it is known.
 
-Never touches the root logger, and a program that uses `LLM` keeps its own logging setup.
+The root logger is not changed, and programs that use `LLM` keep their logging configuration.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
 _RESET = "\x1b[0m"
-# Ours, and those of the libraries that speak while a server runs.
+# Paceline's logger, and loggers of libraries that write while a server runs.
 _LOGGERS = ("paceline", "uvicorn", "asyncio")
 
 
 class LineFormatter(logging.Formatter):
-    """`12:30:59.123 INFO  front client [request-id] message`; a traceback follows as it is."""
+    """`12:30:59.123 INFO  front client [request-id] message`, then a traceback if any."""
 
     def __init__(self, process: str, *, colour: bool) -> None:
         super().__init__()
@@ -34,7 +33,7 @@ class LineFormatter(logging.Formatter):
         where = record.name.removeprefix("paceline").removeprefix(".") or "paceline"
         request_id = getattr(record, "request_id", None)
         about = f" [{request_id}]" if request_id else ""
-        # One record is one line, also when a message quotes text of a user.
+        # One record is one line, even if the message quotes text of a user.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         line = f"{clock}.{int(record.msecs):03d} {level} {self.process} {where}{about} {message}"
         if record.exc_info:
@@ -43,20 +42,14 @@ class LineFormatter(logging.Formatter):
 
 
 class RequestLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that puts one request's id on each of its lines."""
+    """A logger that adds a request id to each line."""
 
     def __init__(self, logger: logging.Logger, request_id: str) -> None:
         super().__init__(logger, {"request_id": request_id})
 
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        kwargs["extra"] = {**(self.extra or {}), **kwargs.get("extra", {})}
-        return msg, kwargs
-
 
 class LineHandler(logging.StreamHandler[TextIO]):
-    """Writes whole lines, which need no flush. To flush is to wait for the log's reader."""
+    """Does not flush, because a flush waits for the reader of the log. It writes whole lines."""
 
     def flush(self) -> None:
         pass
@@ -77,6 +70,6 @@ def configure_logging(
 
 
 def current_level() -> str:
-    """The level that Paceline's records pass now, for a process that is started from this one."""
+    """The present log level, for child processes."""
     name = logging.getLevelName(logging.getLogger("paceline").getEffectiveLevel()).lower()
     return name if name in LEVELS else "warning"

@@ -1,6 +1,6 @@
-"""How much memory this process may still take: what the kernel can free, within cgroup limits.
+"""How much memory this process can still allocate, within cgroup limits.
 
-Runs on the standard library alone: `paceline doctor` must work where packages are missing.
+Needs only the standard library, because `paceline doctor` must work without packages.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-_UNLIMITED = 1 << 60  # version 1 writes a huge number where there is no limit
+_UNLIMITED = 1 << 60  # cgroup v1 writes a huge number if there is no limit
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes. The page cache counts as available: the kernel gives it up."""
+    """Bytes. The page cache counts as available, because the kernel can free it."""
 
     total: int
     available: int
 
 
-# A memory cgroup's files for its limit and its usage, and what memory.stat calls page cache.
+# Files of a memory cgroup with its limit and usage, and the page cache entries of memory.stat.
 _V1 = (
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
@@ -31,7 +31,7 @@ _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
 
 
 def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """The least of what the machine and every cgroup around this process have."""
+    """The minimum over the machine and all cgroups of this process."""
     values = _numbers(proc / "meminfo")
     total = values["MemTotal"] * 1024
     available = values.get("MemAvailable", values["MemFree"]) * 1024
@@ -41,7 +41,7 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def _cgroup_limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of this process's memory cgroup and of those around it."""
+    """(limit, bytes in use) of this process's memory cgroup and its parents."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def _cgroup_limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]
         if controllers and "memory" not in controllers.split(","):
             continue
         names, root = (_V1, cgroups / "memory") if controllers else (_V2, cgroups)
-        # In a container the path may be the host's: then only the root of the mount is there.
+        # In a container the path may be the host's; then only the root of the mount exists.
         inner = PurePosixPath(path).relative_to("/")
         for folder in (inner, *inner.parents):
             if (found := _limit_of(root / folder, names)) is not None:
@@ -59,7 +59,7 @@ def _cgroup_limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]
 
 
 def _limit_of(folder: Path, names: tuple[str, str, str, str]) -> tuple[int, int] | None:
-    """None: no such cgroup, or it has no limit."""
+    """None if there is no such cgroup or it has no limit."""
     limit_file, usage_file, *cache = names
     try:
         limit = (folder / limit_file).read_text(encoding="ascii").strip()

@@ -1,6 +1,6 @@
-"""A status line on a terminal, rewritten in place, and progress shown with it.
+"""A status line on a terminal that is rewritten in place, and a progress line made with it.
 
-Writes nothing when the stream is not a terminal, and progress at most ten times a second.
+Nothing is written if the stream is not a terminal. Progress is written at most ten times a second.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TextIO
 
 from paceline.observe.stream import ERASE_TO_END
 
-# Gets the name of what is done now, and the share of the whole work that is done.
+# Called with the name of the current stage and the share of all work that is done.
 OnProgress = Callable[[str, float], None]
 
 _MIN_INTERVAL_S = 0.1
-_COLUMNS = 80  # of a terminal that does not tell
+_COLUMNS = 80  # if the terminal does not report its width
 
 
 class StatusLine:
@@ -28,7 +28,7 @@ class StatusLine:
         self.is_live = self.stream.isatty()
 
     def show(self, text: str, end: str = "") -> None:
-        """Replace the line; with a newline as `end` it stays."""
+        """Replace the line. With a newline as `end` it stays on the screen."""
         if self.is_live:
             self.stream.write(f"\r{text[: self._columns() - 1]}{ERASE_TO_END}{end}")
             self.stream.flush()

@@ -1,7 +1,7 @@
-"""Standard output and error of our own processes: writing never waits, never fails.
+"""Replaces standard output and error so that writing never blocks and never fails.
 
-A thread writes what is queued. While the reader is stuck or the disk is full, text is dropped and
-its lines are counted. On a terminal this is the one owner of the status line below the log.
+A thread writes the queue. While the reader is stuck or the disk is full, text is dropped and its
+lines are counted. On a terminal this also keeps the status line below the log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LossyStream(io.TextIOBase):
         self._descriptor = descriptor
         self._is_terminal = os.isatty(descriptor)
         self._thread: threading.Thread | None = None
-        # Guards all below. Reentrant: a signal handler may write while the main thread does.
+        # Guards the fields below. Reentrant, because a signal handler may write too.
         self._changed = threading.Condition(threading.RLock())
         self._queued: list[str] = []
         self._num_queued_chars = 0
@@ -44,7 +44,7 @@ class LossyStream(io.TextIOBase):
         self._is_mid_line = False
         self._is_writing = False
         self._has_failed = False  # the last write
-        self._is_stuck = False  # a flush has waited in vain
+        self._is_stuck = False  # a flush timed out
         self.num_dropped = 0  # lines
         self._num_reported = 0
 
@@ -79,7 +79,7 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait until everything is written, but not for a reader that is stuck."""
+        """Wait until the queue is written, at most _FLUSH_S, and not at all for a stuck reader."""
         with self._changed:
             limit_s = 0.0 if self._is_stuck else _FLUSH_S
             self._is_stuck = not self._changed.wait_for(self._is_idle, limit_s)
@@ -122,9 +122,9 @@ class LossyStream(io.TextIOBase):
         return report + lines if self._has_failed else lines + report
 
     def _compose(self, lines: str, status: str) -> str:
-        """On a terminal: `lines` in the place of a status line, and `status` below them.
+        """On a terminal: erase the status line, write `lines`, then `status` below them.
 
-        The line that is erased may be another process's: front and engine share a terminal.
+        The erased line may belong to another process: front and engine share a terminal.
         """
         if not self._is_terminal:
             return lines
@@ -135,7 +135,7 @@ class LossyStream(io.TextIOBase):
         return (_ERASE_LINE if begins_line else "") + lines + ("" if self._is_mid_line else status)
 
     def _put(self, data: bytes) -> bool:
-        """Whether the descriptor took all of it. Waits as long as its reader makes it wait."""
+        """Write all of `data`; False on an error. Blocks while the reader does not read."""
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
@@ -149,7 +149,7 @@ class LossyStream(io.TextIOBase):
 
 
 def fill_closed_streams() -> None:
-    """Lead closed standard descriptors to /dev/null, so that no socket gets their number."""
+    """Open /dev/null for closed standard descriptors, so that no socket gets their number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= max(_DESCRIPTORS.values()):
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -159,11 +159,11 @@ def fill_closed_streams() -> None:
 
 
 def make_lossy(name: Literal["stdout", "stderr"]) -> None:
-    """Replace a standard stream of this process; what it holds at exit is still written."""
+    """Replace a standard stream of this process. At exit the queue is still written."""
     before: TextIO = getattr(sys, name)
     try:
         is_ours = before.fileno() == _DESCRIPTORS[name] and not isinstance(before, LossyStream)
-    except io.UnsupportedOperation:  # in memory, which never makes anyone wait
+    except io.UnsupportedOperation:  # an in-memory stream never blocks
         is_ours = False
     if not is_ours:
         return
@@ -173,23 +173,23 @@ def make_lossy(name: Literal["stdout", "stderr"]) -> None:
     setattr(sys, name, cast(TextIO, stream))
 
     def give_back() -> None:
-        if stream._status:  # of a thread that is still at work
+        if stream._status:  # of a thread that still runs
             stream.write(_ERASE_LINE)
         stream.close()  # flushes
-        if not stream._is_stuck:  # for what the interpreter may say while it ends
+        if not stream._is_stuck:  # for messages of the interpreter while it exits
             setattr(sys, name, before)
 
     atexit.register(give_back)
 
 
 def flush_streams() -> None:
-    """Before an end without the interpreter's own (os._exit)."""
+    """Flush before os._exit, which skips the interpreter's flush."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
 def num_dropped_lines() -> int:
-    """Lines of this process that the reader of standard error has not got."""
+    """Log lines of this process that were dropped."""
     stream: object = sys.stderr
     return stream.num_dropped if isinstance(stream, LossyStream) else 0

@@ -1,6 +1,6 @@
-"""Spans of the loop and of the device, kept in a ring, and written as a Chrome trace.
+"""Spans of the engine loop and of the device, kept in a ring and written as a Chrome trace.
 
-Owns the format. Never reads a clock: who records brings its times, all of one clock, in seconds.
+Callers pass all times, in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The host's lanes in the order of a turn, then the device's.
+# Lanes of the host in the order of a loop iteration, then the lane of the device.
 LANES = ("plan", "agree", "launch", "bind", "publish", "wait", "commit", "device")
-CAPACITY = 6 * 16_384  # a step has six spans as a rule
+CAPACITY = 6 * 16_384  # most steps have six spans
 
 _WORDS = 4  # lane, step, start, end
-# "Processes" of the trace, two for each replica: the viewer groups lanes by them.
+# Process ids in the trace, two per replica, because the viewer groups lanes by process.
 _HOST, _DEVICE = 1, 2
 
 
@@ -31,12 +31,13 @@ class Span(NamedTuple):
 
 
 class TraceRing:
-    """The newest spans, in memory that is taken once."""
+    """The newest spans, in memory that is allocated once."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._words = array("d", bytes(8 * _WORDS * capacity))
         self._capacity = capacity
         self._count = 0  # spans ever added
+        self._num_taken = 0  # of those, how many `take` has returned or skipped
 
     def add(self, lane: str, step: int, start_s: float, end_s: float) -> None:
         at = self._count % self._capacity * _WORDS
@@ -47,12 +48,20 @@ class TraceRing:
         words[at + 3] = end_s
         self._count += 1
 
-    def packed(self) -> bytes:
-        """Oldest first."""
-        if self._count <= self._capacity:
-            return self._words[: self._count * _WORDS].tobytes()
-        oldest = self._count % self._capacity * _WORDS
-        return (self._words[oldest:] + self._words[:oldest]).tobytes()
+    def take(self) -> bytes:
+        """The spans since the last call that are still kept, oldest first."""
+        first = max(self._num_taken, self._count - self._capacity)
+        num_new, self._num_taken = self._count - first, self._count
+        if not num_new:
+            return b""
+        begin, end = (n % self._capacity * _WORDS for n in (first, self._count))
+        words = self._words
+        return (words[begin:end] if begin < end else words[begin:] + words[:end]).tobytes()
+
+
+def newest_spans(data: bytes, most: int) -> bytes:
+    """The end of packed spans."""
+    return data[-8 * _WORDS * most :]
 
 
 def unpack_spans(data: bytes, replica: int = 0) -> list[Span]:
@@ -66,7 +75,7 @@ def unpack_spans(data: bytes, replica: int = 0) -> list[Span]:
 
 
 def chrome_trace(spans: Iterable[Span], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What ui.perfetto.dev and chrome://tracing open. Times count from the first span."""
+    """The format of ui.perfetto.dev and chrome://tracing. Times count from the first span."""
     ordered = sorted(spans, key=lambda span: span.start_s)
     origin_s = ordered[0].start_s if ordered else 0.0
     used = {(span.replica, span.lane) for span in ordered}
@@ -74,20 +83,13 @@ def chrome_trace(spans: Iterable[Span], about: Mapping[str, Any]) -> dict[str, A
     replicas = sorted({0, *(replica for replica, _ in used)})
     for replica in replicas:
         which = f" of replica {replica}" if len(replicas) > 1 else ""
-        events.append(_name("process_name", _process("plan", replica), 0, f"host{which}"))
-        events.append(_name("process_name", _process("device", replica), 0, f"device{which}"))
+        for lane, side in (("plan", "host"), ("device", "device")):
+            process = _process(lane, replica)
+            events.append(_metadata("process_name", process, 0, name=f"{side}{which}"))
     for replica, lane in sorted(used, key=lambda key: (key[0], LANES.index(key[1]))):
         number, process = LANES.index(lane), _process(lane, replica)
-        events.append(_name("thread_name", process, number, lane))
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": process,
-                "tid": number,
-                "args": {"sort_index": number},
-            }
-        )
+        events.append(_metadata("thread_name", process, number, name=lane))
+        events.append(_metadata("thread_sort_index", process, number, sort_index=number))
     for span in ordered:
         events.append(
             {
@@ -107,29 +109,13 @@ def chrome_trace(spans: Iterable[Span], about: Mapping[str, Any]) -> dict[str, A
 def write_chrome_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any]) -> None:
     trace = chrome_trace(spans, about)
     events = ",\n".join(json.dumps(event) for event in trace.pop("traceEvents"))
-    head = json.dumps(trace)[:-1]  # one event per line: such a file can be looked at and compared
+    head = json.dumps(trace)[:-1]  # one event per line, so that files can be read and compared
     path.write_text(f'{head}, "traceEvents": [\n{events}\n]}}\n', encoding="utf-8")
-
-
-def read_chrome_trace(path: Path) -> list[Span]:
-    """The spans of a file that `write_chrome_trace` wrote, in its order."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [
-        Span(
-            e["cat"],
-            e["args"]["step"],
-            e["ts"] / 1e6,
-            (e["ts"] + e["dur"]) / 1e6,
-            (e["pid"] - _HOST) // 2,
-        )
-        for e in events
-        if e["ph"] == "X"
-    ]
 
 
 def _process(lane: str, replica: int) -> int:
     return 2 * replica + (_DEVICE if lane == "device" else _HOST)
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

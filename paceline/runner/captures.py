@@ -6,11 +6,11 @@ Owns the policy; `graphs.py` captures and replays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 
 from paceline.kernels.gpu.device import compiling_ahead
 from paceline.kernels.linear.tiles import BUCKETS as PRODUCT_ROWS
-from paceline.runner.graphs import GraphKey, Graphs
+from paceline.runner.graphs import GraphKey, Graphs, Part
 from paceline.runner.shapes import Buckets
 from paceline.sampling.verify import SamplingMode
 
@@ -40,6 +40,7 @@ class Captures:
         self._compiles = compiles
         self._wanted: Iterator[GraphKey] = iter(())
         self.has_more = False
+        self._met = {(False, False)}  # (has host drafts beyond the drafter's, has late rows)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -63,14 +64,15 @@ class Captures:
         if found is not None:
             self._graphs.replay(found)
             return True
-        # A key that was not foreseen: the step itself compiles what is missing, then it is
-        # captured, so that a second step of the kind has its graph whatever the load.
+        # A key that was not captured yet. The eager step compiles what is missing; then the key is
+        # captured, so that the next such step has a graph even under load. A is captured with B.
         self.run(key)
-        self._graphs.capture(key)
+        if key.part is not Part.A:
+            self._capture_halves(self._graphs, key)
         return False
 
     def compile(self, progress: Progress) -> None:
-        """Build the kernels of the first steps, many at a time."""
+        """Build the kernels of the first steps, several in parallel."""
         if self._compiles:
             progress("compiling kernels", 0.0)
             with compiling_ahead():
@@ -100,9 +102,9 @@ class Captures:
         return True
 
     def keys(self) -> tuple[list[GraphKey], list[GraphKey]]:
-        """What is captured before the first request, and all that is captured in the end."""
+        """The keys to capture before the first request, and all keys."""
         buckets = self._buckets
-        tiers = buckets.k_tiers[::-1]
+        tiers = [k for k in reversed(buckets.k_tiers) if k <= buckets.max_k]
         first = [GraphKey(s, SamplingMode.GREEDY) for s in buckets.decode_shapes(tiers[0])]
         rest = [
             GraphKey(shape, mode)
@@ -113,9 +115,31 @@ class Captures:
         ]
         return first, rest
 
+    def meet(self, key: GraphKey) -> None:
+        """A step of this key is about to run. At the first one with host drafts beyond the
+        drafter's, or with late rows, all such steps are captured in spare time."""
+        buckets, is_wide = self._buckets, key.shape.k > self._buckets.max_k
+        kind = (is_wide, key.part is not Part.WHOLE)
+        if kind in self._met:
+            return
+        self._met.add(kind)
+        tiers = [k for k in reversed(buckets.k_tiers) if (k > buckets.max_k) == is_wide]
+        modes = list(SamplingMode)
+        part = Part.WHOLE
+        if key.part is not Part.WHOLE:
+            modes, part = [SamplingMode.FULL], Part.B
+        more = [
+            GraphKey(shape, mode, part)
+            for shapes in (buckets.decode_shapes, buckets.mixed_shapes)
+            for mode in modes
+            for k in tiers
+            for shape in shapes(k)
+        ]
+        self._wanted, self.has_more = chain(more, self._wanted), self._graphs is not None
+
     def soon_met(self) -> Iterator[GraphKey]:
         """Steps of the first requests: prompts, which have other kernels by size, and sampling."""
-        buckets, k = self._buckets, self._buckets.k_tiers[-1]
+        buckets, k = self._buckets, self._buckets.max_k
         yield GraphKey(next(buckets.decode_shapes(k)), SamplingMode.SAMPLE)
         sizes = {*PRODUCT_ROWS, buckets.mixed_tokens[-1]}
         for tokens, shapes in groupby(buckets.mixed_shapes(k), lambda shape: shape.tokens):
@@ -127,4 +151,9 @@ class Captures:
 
     def _capture(self, graphs: Graphs, key: GraphKey, run_empty: RunEmpty) -> None:
         run_empty(key)  # compiles and allocates whatever the key needs
-        graphs.capture(key)
+        self._capture_halves(graphs, key)
+
+    @staticmethod
+    def _capture_halves(graphs: Graphs, key: GraphKey) -> None:
+        for half in key.halves:
+            graphs.capture(half)

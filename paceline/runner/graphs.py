@@ -1,6 +1,7 @@
 """Captured steps: one CUDA graph per key, all in one memory pool. Captures and replays, no policy.
 
-A key is a shape and a sampling mode; what a graph does is in the function it was captured from.
+A key is a shape, a sampling mode and a part of the step; what a graph does is in the function that
+it was captured from.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 
@@ -20,10 +22,27 @@ from paceline.sampling.verify import SamplingMode
 logger = logging.getLogger(__name__)
 
 
+class Part(IntEnum):
+    """Which half of a step a graph holds. Steps that wait for masks run as two."""
+
+    WHOLE = 0
+    A = 1
+    B = 2
+
+
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     shape: StepShape
     mode: SamplingMode
+    part: Part = Part.WHOLE
+
+    @property
+    def halves(self) -> tuple[GraphKey, ...]:
+        """What runs, in order, until this part has run. A and B are captured together: B reads
+        what A has left."""
+        if self.part is Part.B:
+            return replace(self, part=Part.A), self
+        return (self,)
 
 
 @contextmanager
@@ -56,7 +75,7 @@ class Graphs:
         return key in self._graphs
 
     def close(self) -> None:
-        """Give all of them up. None of them is running."""
+        """Free all graphs. None of them is running."""
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
@@ -68,7 +87,7 @@ class Graphs:
     def find(self, key: GraphKey) -> GraphKey | None:
         """The key itself, or one with a larger mode that does the same and more."""
         for mode in SamplingMode:
-            if mode >= key.mode and (found := GraphKey(key.shape, mode)) in self._graphs:
+            if mode >= key.mode and (found := replace(key, mode=mode)) in self._graphs:
                 return found
         return None
 
@@ -83,7 +102,7 @@ class Graphs:
             try:
                 self._run(key)
             except BaseException:
-                with suppress(RuntimeError):  # the first error is the one to tell
+                with suppress(RuntimeError):  # report the first error
                     graph.capture_end()
                 raise
             graph.capture_end()

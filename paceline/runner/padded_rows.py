@@ -14,8 +14,10 @@ from torch import Tensor
 
 from paceline.drafters.base import DraftPass
 from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.processors.reference import LateBits
 from paceline.kernels.step_rows import (
     BatchRows,
+    BlockLayout,
     PacketLayout,
     PaddedRows,
     Ring,
@@ -24,15 +26,17 @@ from paceline.kernels.step_rows import (
     StepShape,
 )
 from paceline.kernels.table import (
+    block_rows,
     next_rows,
     own_rows,
+    read_marks,
     shifted_tokens,
     step_inputs,
     store_drafts,
 )
-from paceline.layers.attention import ForwardInputs, WantedEntries
+from paceline.layers.attention import BlockPass, ForwardInputs, WantedEntries
 from paceline.parallel.contract import Contract
-from paceline.runner.graphs import GraphKey
+from paceline.runner.graphs import GraphKey, Part
 from paceline.runner.shapes import Buckets, draft_starts, row_starts
 from paceline.runner.step import Device, TargetPass
 from paceline.sampling.verify import SamplingMode
@@ -40,7 +44,7 @@ from paceline.state.packets import PacketWriter
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.step_buffers import StepBuffers
-from paceline.step import StepPlan, StepSize
+from paceline.step import LateMasks, StepPlan, StepSize
 
 
 class PaddedSource:
@@ -55,11 +59,14 @@ class PaddedSource:
         self._buffers = buffers
         self._layout = layout
         self._buckets = buckets
-        self.writer = PacketWriter(device.slots, device.pages, device.ring, layout)
+        self.writer = PacketWriter(
+            device.slots, device.pages, device.ring, layout, device.recurrent
+        )
 
     def stage(self, entry: int, plan: StepPlan, admissions: Any, step_size: StepSize) -> None:
         shape = self._buckets.shape_of(step_size)
         self.writer.admit(entry, admissions)
+        self.writer.take_host_drafts(entry, plan)
         self.writer.write(entry, plan, row_starts(plan, shape), draft_starts(plan, shape))
 
     def builder(self, plan: StepPlan, step_size: StepSize) -> PaddedBuilder:
@@ -67,8 +74,17 @@ class PaddedSource:
 
     def key(self, step_size: StepSize) -> GraphKey | None:
         shape = self._buckets.shape_of(step_size)
-        is_captured = self._buckets.is_captured(shape)
-        return GraphKey(shape, SamplingMode(step_size.tail)) if is_captured else None
+        if not self._buckets.is_captured(shape):
+            return None
+        part = Part.A if step_size.is_late else Part.WHOLE
+        return GraphKey(shape, SamplingMode(step_size.sampling_mode), part)
+
+    def write_masks(
+        self, plan: StepPlan, step_size: StepSize, rows: StepRows | None, late: LateMasks | None
+    ) -> LateBits:
+        shape = self._buckets.shape_of(step_size)
+        self.writer.write_masks(plan, late, shape.width)
+        return self.writer.masks(shape)
 
     def of_shape(self, shape: StepShape) -> PaddedBuilder:
         device = self._device
@@ -81,6 +97,7 @@ class PaddedSource:
             layout=self._layout,
             contract=device.groups.contract,
             shape=shape,
+            k=min(shape.k, device.drafter.max_k),
         )
 
 
@@ -96,6 +113,7 @@ class PaddedBuilder:
     layout: PacketLayout
     contract: Contract
     shape: StepShape
+    k: int  # drafts to propose
     feature_TD: Tensor = field(init=False)
     padded: PaddedRows = field(init=False)
 
@@ -109,12 +127,12 @@ class PaddedBuilder:
         return self.padded.rows
 
     @property
-    def k(self) -> int:
-        return self.shape.k
-
-    @property
     def slot_B(self) -> Tensor:
         return self.padded.batch.slot_B
+
+    @property
+    def marks(self) -> tuple[Tensor, Tensor]:
+        return read_marks(self.ring, self.layout, self.shape.rows)
 
     def target(self, group_size: int, *, reads_all: bool) -> TargetPass:
         shape, padded = self.shape, self.padded
@@ -139,7 +157,7 @@ class PaddedBuilder:
         token_T = self.buffers.shifted_token_T[: shape.tokens]
         shifted_tokens(self.padded, self.state, token_T)
         longest = shape.width if shape.is_uniform else shape.tokens
-        batch = replace(self.padded.batch, token_T=token_T)
+        batch = self.padded.batch._replace(token_T=token_T)
         last_B = self.rows.last_B
         assert last_B is not None
         return self._first_pass(batch, last_B, group_size, longest)
@@ -152,6 +170,45 @@ class PaddedBuilder:
         own_rows(self.ring, self.layout, *where)
         longest = 2 if self.shape.is_uniform else len(batch.token_T)
         return self._first_pass(batch, last_B, group_size, longest)
+
+    def block(self, group_size: int, layout: BlockLayout) -> BlockPass:
+        self.contract.phase = "draft 1"
+        shape, num_rows = self.shape, self.shape.rows
+        width = layout.width if shape.k else 0
+        batch = self.buffers.block_batch(shape, width)
+        where = (batch, self.pages.page_size)
+        block_rows(self.padded, self.state, layout, width, *where)
+        longest = shape.width if shape.is_uniform else shape.tokens
+        inputs = self._inputs(batch, group_size, max(longest, width))
+        block = replace(
+            inputs.attention,
+            row_start_B=batch.row_start_B[num_rows:] - shape.tokens,
+            length_B=batch.length_B[num_rows:],
+            slot_B=batch.slot_B[num_rows:],
+            query_len_B=batch.query_len_B[num_rows:],
+            max_query_len=width,
+        )
+        device = batch.token_T.device
+        offset_E = torch.arange(num_rows * width, device=device) % max(width, 1)
+        entry_N = self._outputs(layout, width)
+        if len(entry_N) and self._is_worth_it(len(entry_N)):
+            rows = batch._replace(slot_B=self.slot_B)
+            count_B = self.rows.count_B
+            assert count_B is not None
+            is_read_N = (count_B > 0).repeat_interleave(len(entry_N) // num_rows)
+            inputs.wanted = wanted_entries(rows, entry_N, is_read_N, inputs.attention)
+        return BlockPass(inputs, shape.tokens, block, offset_E, entry_N)
+
+    def _outputs(self, layout: BlockLayout, width: int) -> Tensor:
+        """The entry of each draft: of a row's last committed position, then of its block."""
+        shape, last_B = self.shape, self.rows.last_B
+        assert last_B is not None
+        if not shape.k:
+            return last_B[:0]
+        first_B = shape.tokens + torch.arange(shape.rows, device=last_B.device) * width
+        entry_K = torch.arange(layout.k, device=last_B.device) + layout.first_output
+        entry_BK = first_B[:, None] + entry_K
+        return torch.where(entry_K < 0, last_B[:, None], entry_BK).flatten()
 
     def _first_pass(
         self, batch: BatchRows, last_B: Tensor, group_size: int, longest: int

@@ -1,4 +1,4 @@
-"""A rank's place among others, from its place: groups of the target and of the draft, lock step.
+"""What connects a rank to the others: groups of the target and of the draft, lock step.
 
 Opened once at start-up, by all ranks in the same order. Never computes anything.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Whom this rank talks to."""
+    """The groups of ranks that this rank belongs to."""
 
     place: RankPlace = ONLY_RANK
     groups: Groups = ALONE
@@ -36,15 +36,15 @@ class Ranks:
 
     @property
     def num_on_gpu(self) -> int:
-        """How many ranks share a GPU: one, unless they were asked to."""
-        return -(-self.place.layout.num_ranks // max(torch.cuda.device_count(), 1))
+        """How many ranks share a GPU: more than one only with --share-gpu."""
+        return -(-self.place.num_local_ranks // max(torch.cuda.device_count(), 1))
 
     def smallest(self, name: str, value: int) -> int:
-        """The least that some rank has."""
+        """The smallest value of all ranks."""
         return smallest(self.place, name, value)
 
     def meet(self, name: str) -> None:
-        """Before the first collective after a load, which one rank may be much later to end."""
+        """Wait for all ranks: one may load much longer than a collective would wait."""
         meet(self.place, name)
 
 
@@ -54,7 +54,7 @@ def open_ranks(
     """`specs`: of the target, then of the draft."""
     device = config.device
     if place.layout.num_ranks == 1 and not device.force_collectives:
-        return Ranks()
+        return Ranks(place)
     options = GroupOptions(
         backend=backend,
         timeout_s=device.stall_timeout,
@@ -74,20 +74,20 @@ def open_ranks(
 
 
 def steps_together(layout: Layout, specs: Sequence[ModelSpec]) -> bool:
-    """Whether any model has a collective across replicas; else each of them runs for itself."""
+    """Whether any model has a collective across replicas; else replicas step independently."""
     has_experts = any(spec.has_experts for spec in specs)
     return layout.data_parallel > 1 and layout.spreads_experts and has_experts
 
 
 def cuda_device(config: EngineConfig, place: RankPlace) -> tuple[torch.device, Backend]:
     """The GPU of a rank, and how ranks of GPUs talk. NCCL takes one rank for each GPU."""
-    count, needed = torch.cuda.device_count(), place.layout.num_ranks
+    count, needed = torch.cuda.device_count(), place.num_local_ranks
     if count >= needed:
-        return torch.device("cuda", place.rank), "nccl"
+        return torch.device("cuda", place.local_rank), "nccl"
     if not config.device.share_gpu:
         raise ConfigError(
-            f"{needed} ranks (tensor_parallel_size {place.layout.tensor_parallel} x "
-            f"data_parallel_size {place.layout.data_parallel}) need {needed} GPUs, {count} are "
-            "here; lower the sizes, or give --share-gpu to try a layout on fewer, slowly."
+            f"{needed} ranks (tensor_parallel_size {config.device.tensor_parallel_size} x "
+            f"data_parallel_size {config.device.data_parallel_size}) need {needed} GPUs, {count} "
+            "are here; lower the sizes, or give --share-gpu to try a layout on fewer, slowly."
         )
-    return torch.device("cuda", place.rank % count), "gloo"
+    return torch.device("cuda", place.local_rank % count), "gloo"

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from paceline.kernels.processors.reference import LateBits
+from paceline.kernels.step_rows import StepRows
 from paceline.runner.captures import Captures
-from paceline.runner.graphs import GraphKey
+from paceline.runner.graphs import GraphKey, Part
 from paceline.runner.prompt_logprobs import PromptScores, score_prompts
 from paceline.runner.step import Device, Forwarded, RowBuilder, step_a, step_b
 from paceline.runner.streams import Stream
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.params import mode_of, slot_rows
-from paceline.sampling.verify import NO_EXTRAS, Extras, SamplingMode
+from paceline.sampling.verify import Extras, SamplingMode
 from paceline.state.readback import RingReader
 from paceline.state.staging import SlotRow
 from paceline.state.step_buffers import RING_ENTRIES
@@ -44,7 +44,7 @@ Admissions = Sequence[tuple[SlotInit, SlotRow]]
 
 
 class RowSource(Protocol):
-    """Where a device keeps plans, and who lays out the rows of their steps."""
+    """Stages what plans change, and makes the row builders of their steps."""
 
     has_shapes: bool  # rows are padded to a shape that the plan's step_size decides
 
@@ -56,7 +56,13 @@ class RowSource(Protocol):
     def builder(self, plan: StepPlan, step_size: StepSize) -> RowBuilder: ...
 
     def key(self, step_size: StepSize) -> GraphKey | None:
-        """The graph that holds such a step; None: none could."""
+        """The graph that holds such a step, or its first half; None: none could."""
+
+    def write_masks(
+        self, plan: StepPlan, step_size: StepSize, rows: StepRows | None, late: LateMasks | None
+    ) -> LateBits:
+        """Put the masks of a plan where B reads them, in stream order. `rows` are those of a step
+        that runs eagerly; without `late` no row has a mask."""
 
 
 @dataclass(slots=True)
@@ -125,7 +131,7 @@ class StepRunner:
         admitted = {init.slot: self._needs_of(init) for init in plan.admissions}
         needs = [admitted.get(slot) or self._needs_S[slot] for slot in plan.slot_B.tolist()]
         mode, has_graph = _kind(plan, needs)
-        return replace(plan.step_size(), tail=mode, has_graph=has_graph)
+        return replace(plan.step_size(), sampling_mode=mode, has_graph=has_graph)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         entry = self._turn % RING_ENTRIES
@@ -136,22 +142,20 @@ class StepRunner:
         step_size = plan.agreed
         if step_size is None:
             step_size = plan.step_size() if self._source.has_shapes else _ANY_SIZE
-            step_size = replace(step_size, tail=mode, has_graph=has_graph)
+            step_size = replace(step_size, sampling_mode=mode, has_graph=has_graph)
         step = _Step(self, plan, entry, step_size, [n.prompt for n in needs])
         if step.mode is SamplingMode.FULL:
             step.asked = [(i, n.num_logprobs) for i, n in enumerate(needs) if n.num_logprobs >= 0]
-        captures = self._captures if step_size.has_graph and has_graph else None
-        key = None if captures is None else self._source.key(step_size)
+        if self._captures is not None and step_size.has_graph and has_graph:
+            step.key = self._source.key(step_size)
+        if self._captures is not None and step.key is not None:
+            self._captures.meet(step.key)
 
         def run() -> None:
             self._stage(step, admissions)
-            if captures is not None and key is not None:
-                self.num_eager += not captures.replay(key)
-                return
             self._run_a(step)
             if plan.late_B is None:
-                self.num_eager += 1
-                self._run_b(step, Extras(self._custom))
+                self._run_b(step, None)
 
         self._stream.submit(step, run)
         if not has_graph:
@@ -160,10 +164,7 @@ class StepRunner:
 
     def bind(self, step: _Step, late: LateMasks) -> None:
         assert step.plan.late_B is not None, "bind() is for plans with late rows, once"
-        self.num_eager += 1
-        self._stream.submit(
-            step, lambda: self._run_b(step, Extras(self._custom, self._late_bits(step, late)))
-        )
+        self._stream.submit(step, lambda: self._run_b(step, late))
 
     def _admit(self, plan: StepPlan) -> Admissions:
         admissions = []
@@ -171,6 +172,8 @@ class StepRunner:
             row = slot_rows(
                 init.request, init.max_len, init.prompt_len, vocab_size=self._info.vocab_size
             )
+            if (synthetic := self._device.synthetic) is not None:
+                row["rates_SK"] = synthetic.row(init.request.params.synthetic_acceptance_rates)
             admissions.append((init, row))
             self._needs_S[init.slot] = self._needs_of(init)
         return admissions
@@ -204,9 +207,14 @@ class StepRunner:
         self._source.stage(step.entry, step.plan, admissions, step.step_size)
 
     def _run_a(self, step: _Step) -> None:
+        """A, or the whole step where its graph holds both."""
+        if self._captures is not None and step.key is not None:
+            self.num_eager += not self._captures.replay(step.key)
+            return
         builder = self._source.builder(step.plan, step.step_size)
         # Prompt scores read all hidden states; all ranks must know whether there are any.
-        forwarded = step_a(self._device, builder, keeps_all=not step.step_size.has_graph)
+        keeps_all, is_late = not step.step_size.has_graph, step.plan.late_B is not None
+        forwarded = step_a(self._device, builder, keeps_all=keeps_all, is_late=is_late)
         if forwarded.hidden_TD is not None and any(step.scores):
             rows = builder.rows
             step.prompt_logprobs = score_prompts(
@@ -214,31 +222,25 @@ class StepRunner:
             )
         step.forwarded = forwarded
 
-    def _run_b(self, step: _Step, extras: Extras = NO_EXTRAS) -> None:
+    def _run_b(self, step: _Step, late: LateMasks | None) -> None:
+        if self._captures is not None and step.key is not None:
+            if step.key.part is Part.A:
+                self._source.write_masks(step.plan, step.step_size, None, late)
+                self.num_eager += not self._captures.replay(replace(step.key, part=Part.B))
+            return
+        self.num_eager += 1
         forwarded, step.forwarded = step.forwarded, None
         assert forwarded is not None, "B runs once, after A"
-        is_late = step.plan.late_B is not None
+        extras, is_late = Extras(self._custom), late is not None
+        if late is not None:
+            where = (step.plan, step.step_size, forwarded.builder.rows)
+            extras = Extras(self._custom, self._source.write_masks(*where, late))
         on_result = None if is_late else step.deliver
-        step_b(self._device, forwarded, step.mode, extras, on_result)
+        step_b(self._device, forwarded, step.mode, extras, on_result, is_late=is_late)
         if is_late:
             step.deliver()
         if step.result is not None:  # the loop thread read it before the drafts were made
             step.result.device_end_s = self.reader.end_s(step.entry)
-
-    def _late_bits(self, step: _Step, late: LateMasks) -> LateBits:
-        forwarded = step.forwarded
-        assert forwarded is not None, "A ran before"
-        rows, device = forwarded.builder.rows, self._device.slots.device
-        plan_row = np.arange(len(rows.windows.slot_B))
-        if rows.plan_row_B is not None:
-            plan_row = rows.plan_row_B.numpy()
-        index_of = np.full(step.plan.num_rows, -1, np.int32)
-        index_of[late.row_R] = np.arange(len(late.row_R))
-        index_B = np.where(plan_row < len(index_of), index_of[plan_row % len(index_of)], -1)
-        return LateBits(
-            torch.from_numpy(index_B.astype(np.int32)).to(device),
-            torch.from_numpy(late.mask_RWV).to(device),
-        )
 
     # ---- results
 
@@ -254,10 +256,8 @@ class StepRunner:
         result.prompt_logprobs = step.prompt_logprobs
         result.logprobs = reader.logprobs(entry, result, step.asked)
         if plan.late_B is not None:
-            # The host needs the drafts to build the next masks: this copy waits for drafting.
-            slot_B = torch.from_numpy(plan.slot_B).to(self._device.slots.device)
-            drafts_BK = self._device.slots.drafts_SK.index_select(0, slot_B)[:, : plan.k]
-            result.draft_BK = drafts_BK.cpu().numpy()
+            result.draft_BK = reader.drafts(entry, plan)  # the next masks depend on them
+            result.mask_wait_s = reader.mask_wait_s(entry)
         if self._newest is not None:
             # This step has begun, so the one before it has ended.
             newest_entry, newest = self._newest
@@ -282,7 +282,8 @@ class StepRunner:
         assert self._captures is not None
         self._captures.write_empty(self._turn % RING_ENTRIES)
         self._turn += 1
-        self._captures.run(key)
+        for half in key.halves:
+            self._captures.run(half)
 
     def prepare(self, progress: Callable[[str, float], None]) -> None:
         """Compile and capture what must be there before the first request; the rest when idle."""
@@ -300,7 +301,7 @@ class StepRunner:
         """Capture one more graph while no request waits. False: there is nothing left to do."""
         return self._captures is not None and self._captures.capture_next(self.run_empty)
 
-    def rest(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
     def _set_clock(self) -> None:
@@ -322,10 +323,10 @@ class StepRunner:
 
 def _kind(plan: StepPlan, needs: list[_SlotNeeds]) -> tuple[SamplingMode, bool]:
     """The mode of a step, and whether a graph can hold it."""
-    if plan.late_B is not None:
-        return SamplingMode.FULL, False
     mode = max((n.mode for n in needs), default=SamplingMode.GREEDY)
-    # Prompt scores, late masks and custom processors read the device.
+    if plan.late_B is not None:
+        mode = SamplingMode.FULL
+    # Prompt scores and custom processors read the device.
     return mode, not any(n.is_eager for n in needs)
 
 
@@ -339,6 +340,7 @@ class _Step:
     step_size: StepSize
     scores: list[PromptScores | None]  # prompts to score, by plan row
     asked: list[tuple[int, int]] = field(default_factory=list)  # rows that want logprobs
+    key: GraphKey | None = None  # None: the step runs eagerly
     forwarded: Forwarded | None = None  # between A and B
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     result: StepResult | None = None
@@ -347,7 +349,7 @@ class _Step:
 
     @property
     def mode(self) -> SamplingMode:
-        return SamplingMode(self.step_size.tail)
+        return SamplingMode(self.step_size.sampling_mode)
 
     def bind(self, late: LateMasks) -> None:
         self.runner.bind(self, late)

@@ -22,8 +22,8 @@ MIXED_TOKENS = (
     *(2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384),
 )
 EAGER_TOKENS = 64  # larger steps run eagerly, with tokens rounded up to a multiple of this
-# A GPU needs longer for so many tokens times bytes of weights than the host for the launches of a
-# step's kernels: above, graphs would only cost memory.
+# Above this product of tokens and weight bytes, GPU time exceeds launch time: a graph would only
+# cost memory.
 FEWEST_CAPTURED, HOST_BOUND = 2048, 2048 * 16e9
 
 
@@ -34,13 +34,23 @@ class Buckets:
     rows: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
-    k_tiers: tuple[int, ...]  # 0 and the configured K
+    # 0, the drafter's K, smaller ones for "auto", and the host's where that is larger.
+    k_tiers: tuple[int, ...]
+    max_k: int  # the drafter's: larger tiers are captured when host drafts have been met
 
     @classmethod
     def of(
-        cls, max_rows: int, max_tokens: int, max_k: int, weight_bytes: int | None = None
+        cls,
+        max_rows: int,
+        max_tokens: int,
+        max_k: int,
+        weight_bytes: int | None = None,
+        window_k: int = 0,
+        k_tiers: tuple[int, ...] = (),
     ) -> Buckets:
-        """Without `weight_bytes` only steps of few tokens are captured, as for a large model."""
+        """Without `weight_bytes` only steps of few tokens are captured, as for a large model.
+        `window_k`: the most drafts of a row, if the host proposes more than the drafter.
+        `k_tiers`: more widths, up to the drafter's."""
         most = FEWEST_CAPTURED
         if weight_bytes is not None:
             most = max(most, min(int(HOST_BOUND / weight_bytes), MIXED_TOKENS[-1]))
@@ -49,11 +59,12 @@ class Buckets:
             rows=_up_to(ROWS, max_rows),
             mixed_rows=_up_to(MIXED_ROWS, max_rows),
             mixed_tokens=(*tokens, max_tokens) if max_tokens <= most else tokens,
-            k_tiers=(0, max_k) if max_k else (0,),
+            k_tiers=tuple(sorted({0, *k_tiers, max_k, max(max_k, window_k)})),
+            max_k=max_k,
         )
 
     def shape_of(self, step_size: StepSize) -> StepShape:
-        """The smallest shape with room for it; above the largest bucket, one of its own."""
+        """The smallest shape with room for it; above the largest bucket, its size rounded up."""
         k = self.k_tiers[bisect_left(self.k_tiers, step_size.k)]
         if step_size.is_uniform:
             rows = _at_least(self.rows, max(step_size.rows, 1))

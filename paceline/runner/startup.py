@@ -1,55 +1,42 @@
 """From a configuration to a runner that is ready: locate, load, size, build. Runs once.
 
-Here for the CPU; runner/startup_cuda does the same for a GPU.
+The same for every device: `runner/platform` lists what a device decides.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import torch
 
-from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
+from paceline.drafters.base import Drafter
 from paceline.errors import ConfigError
-from paceline.kernels.table import has_numba
-from paceline.layers.linear import (
-    block_panels,
-    exact_linear,
-    narrow_panels,
-    packed_fp16,
-    packed_fp16_works,
-)
-from paceline.models.layout import add_pages
-from paceline.models.reader import WeightFormats
-from paceline.models.spec import ModelSpec
-from paceline.observe.memory import host_memory
+from paceline.kernels.step_rows import PacketLayout
+from paceline.models.decoder import Decoder
+from paceline.models.layout import add_storage, make_recurrent
 from paceline.parallel.placement import ONLY_RANK, RankPlace
-from paceline.runner.assemble import assemble, custom_processors
-from paceline.runner.compact_rows import CompactSource
-from paceline.runner.finding import (
-    Found,
+from paceline.runner.load_models import (
     Loader,
     Progress,
+    draft_max_len,
     find_models,
+    forced_rates,
+    kv_window,
     make_drafter,
-    wanted_length,
 )
-from paceline.runner.info import runner_info, token_bytes
-from paceline.runner.ranks import Ranks, cuda_device, open_ranks, steps_together
+from paceline.runner.platform import Models, Platform
+from paceline.runner.platform_cpu import CpuPlatform
+from paceline.runner.ranks import cuda_device, open_ranks
 from paceline.runner.runner import StepRunner
-from paceline.runner.sizing import kv_budget, num_pages, page_bytes
-from paceline.runner.streams import ThreadStream
-from paceline.runner.warm_up import warm_up
-from paceline.state.pages import LayerPages, Pages
+from paceline.runner.step import Device
+from paceline.sampling.custom import CustomProcessors
+from paceline.sampling.verify import Synthetic
+from paceline.state.pages import Pages
+from paceline.state.recurrent import LayerStorage, Recurrent
 from paceline.state.slots import Slots
-from paceline.step import Runner
-
-logger = logging.getLogger(__name__)
-
-_KV_DTYPE = torch.float32
-_CPU = torch.device("cpu")
+from paceline.state.step_buffers import Capacity, make_logprobs, make_ring, slot_tensors
+from paceline.step import Runner, RunnerInfo
 
 
 def build_runner(config: EngineConfig, progress: Progress, place: RankPlace = ONLY_RANK) -> Runner:
@@ -63,158 +50,153 @@ def build_runner(config: EngineConfig, progress: Progress, place: RankPlace = ON
             "torch build with CUDA."
         )
     is_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-    config = replace(config, scheduler=config.scheduler.sized(is_gpu=is_gpu))
-    if is_gpu:
-        from paceline.runner.startup_cuda import build_fixed_runner
+    if not is_gpu:
+        return build_on(CpuPlatform(config, place), config, progress, place)
+    from paceline.runner.platform_cuda import CudaPlatform
 
-        return build_fixed_runner(config, progress, place, *cuda_device(config, place))
-    return _build_cpu_runner(config, progress, place)
+    return build_on(CudaPlatform(*cuda_device(config, place)), config, progress, place)
 
 
-def _build_cpu_runner(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
-    num_threads = config.device.cpu_threads or default_threads(place.layout.num_ranks)
-    torch.set_num_threads(num_threads)
+def build_on(
+    platform: Platform, config: EngineConfig, progress: Progress, place: RankPlace = ONLY_RANK
+) -> StepRunner:
+    """On a device that is open."""
+    asked_slots = config.scheduler.max_num_seqs
+    config = replace(config, scheduler=config.scheduler.sized(is_gpu=platform.is_gpu))
     progress("locating the model", 0.0)
     found = find_models(config)
-    ranks = open_ranks(config, place, [f.spec for f in found], "gloo")
-    # Sizes first: what cannot fit is refused before gigabytes are read.
+    ranks = open_ranks(config, place, [f.spec for f in found], platform.backend)
     specs = [f.local(ranks.of(i)) for i, f in enumerate(found)]
-    free_bytes = host_memory().available // place.layout.num_ranks
-    max_model_len = ranks.smallest("length", _max_model_len(config, found, specs, free_bytes))
-    slots, pages = _state(config, specs, max_model_len, ranks, free_bytes)
+    models = Models(config, found, specs, ranks, asked_slots)
+    max_model_len = ranks.smallest("length", platform.max_model_len(models))
     loader = Loader(
         config,
-        lambda files: _formats(config, files),
+        lambda files: platform.formats(models, files),
         progress,
         groups=ranks.groups,
         draft_groups=ranks.draft_groups,
     )
     model = loader.decoder(found[0], max_model_len)
-    layers = [_layers(pages, spec) for spec in specs]
     ranks.meet("target")
+    progress("sizing the cache", 0.0)
+    dtype, num_snapshots, taken = platform.kv_dtype(models), 0, 0
+    share = models.share_state(max_model_len, dtype, platform.kv_budget(models))
+    if share is not None:
+        scheduler = replace(config.scheduler, max_num_seqs=share.num_slots)
+        models = replace(models, config=replace(config, scheduler=scheduler))
+        num_snapshots, taken = share.num_snapshots, share.taken
+    slots = _slots(models, max_model_len, platform.device)
+    fitting = models.num_pages(max_model_len, dtype, platform.kv_budget(models) - taken)
+    count, page_size = ranks.smallest("pages", fitting), config.cache.block_size
+    pages = Pages(count, page_size, slots.num_slots, max_model_len, platform.device)
+    recurrent = make_recurrent(specs[0], slots, num_snapshots, dtype)
+    layers = [
+        add_storage(pages, spec, dtype, None if i else recurrent) for i, spec in enumerate(specs)
+    ]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
+    progress("making room for steps", 0.0)
     drafter = make_drafter(config.speculative, head)
-    device = assemble(config, (model, layers[0]), drafter, (slots, pages), ranks.groups)
-    info = runner_info(
-        config,
-        found,
-        (slots, pages),
-        drafter,
-        sum(token_bytes(specs, _KV_DTYPE.itemsize)),
-        device="cpu",
-        dtype=_formats(config, found[0].files).name,
-        weights_bytes=model.nbytes,
+    layout = platform.packet_layout(models, drafter)
+    parts = _device(models, (model, layers[0]), drafter, (slots, pages, recurrent), layout)
+    execution = platform.execution(models, parts, layout)
+    info = replace(
+        _info(models, parts, platform),
+        pays_for_missing_drafts=execution.source.has_shapes,
+        max_row_appends=layout.max_appends // layout.max_rows if layout.max_rows else None,
     )
+    names = config.model.logits_processors
     runner = StepRunner(
-        device,
+        parts,
         info,
-        CompactSource(device),
-        lambda _: ThreadStream(num_threads),
-        custom=custom_processors(config, slots),
+        execution.source,
+        execution.make_stream,
+        custom=CustomProcessors(names, slots.vocab_size, slots.device) if names else None,
         lockstep=ranks.lockstep,
+        captures=execution.captures,
     )
     ranks.meet("draft")
-    progress("warming up", 0.0)
-    warm_up(runner, is_joint=steps_together(place.layout, [f.spec for f in found]))
+    platform.prepare(runner, models, progress)
     progress("ready", 1.0)
     return runner
 
 
-def default_threads(num_ranks: int = 1) -> int:
-    """Every core that torch sees (measured in bench/cpu_peers); ranks share them."""
-    return max(torch.get_num_threads() // num_ranks, 1)
-
-
-def _max_model_len(
-    config: EngineConfig, found: list[Found], specs: list[ModelSpec], free_bytes: int
-) -> int:
-    """What was asked for; else what the models were made for, or the KV cache holds if less."""
-    longest, is_asked = wanted_length(config, found)
-    if is_asked or config.cache.num_gpu_blocks_override is not None:
-        return longest
-    budget = kv_budget(config.cache, None, free_bytes)
-    capacity = budget // sum(token_bytes(specs, _KV_DTYPE.itemsize))
-    fitting = max(capacity // config.cache.block_size - 1, 1) * config.cache.block_size
-    if fitting >= longest:
-        return longest
-    logger.warning(
-        "max_model_len is %d, what the KV cache holds; the model was made for %d: raise "
-        "--kv-cache-memory-bytes for longer sequences",
-        fitting,
-        longest,
-    )
-    return fitting
-
-
-def _formats(config: EngineConfig, files: ModelFiles) -> WeightFormats:
-    """fp32 as it is; everything narrower as narrow as the checkpoint has it, where the CPU can."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    stored = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32")
-    wanted = config.model.dtype
-    round_to = None if wanted in ("auto", "float32") else names[wanted]
-    if wanted == "auto":
-        narrow = files.kind == "gguf" or stored in ("bfloat16", "float16")
-    else:
-        narrow = wanted != "float32"
-    # The table is read a row at a time, so it costs memory and no bandwidth: never rounded.
-    # Dequantised values need more bits than half precision has.
-    embedding = torch.float32 if files.kind == "gguf" else names.get(stored, torch.float32)
-    if narrow and has_numba(_CPU):
-        return WeightFormats(
-            narrow_panels,
-            embedding,
-            torch.float32,
-            _CPU,
-            round_to,
-            "the checkpoint's weights, float32 activations",
-            blocks=block_panels,
-        )
-    if narrow and packed_fp16_works():
-        return WeightFormats(
-            packed_fp16,
-            embedding,
-            torch.float32,
-            _CPU,
-            round_to,
-            "float16 weights, float32 activations",
-        )
-    if narrow:
-        logger.warning("this CPU or torch build has no packed fp16 product; computing in float32")
-    linear = exact_linear(_CPU)
-    return WeightFormats(linear, torch.float32, torch.float32, _CPU, round_to, "float32")
-
-
-def _state(
-    config: EngineConfig,
-    specs: list[ModelSpec],
-    max_model_len: int,
-    ranks: Ranks,
-    free_bytes: int,
-) -> tuple[Slots, Pages]:
-    spec_config = config.speculative
-    num_slots, _ = config.scheduler.sizes
-    count = num_pages(
-        config.cache,
-        page_bytes(config.cache.block_size, token_bytes(specs, _KV_DTYPE.itemsize)),
-        max_model_len=max_model_len,
-        max_num_seqs=num_slots,
-        gpu=None,
-        cpu_free_bytes=free_bytes,
-    )
-    count = ranks.smallest("pages", count)
-    pages = Pages(count, config.cache.block_size, num_slots, max_model_len, _CPU)
-    keeps_probs = spec_config is not None and spec_config.draft_sample_method == "probabilistic"
-    vocab_size = specs[0].vocab_size
-    slots = Slots(
-        num_slots,
+def _slots(models: Models, max_model_len: int, device: torch.device) -> Slots:
+    speculative, vocab_size = models.config.speculative, models.found[0].spec.vocab_size
+    keeps_probs = speculative is not None and speculative.draft_sample_method == "probabilistic"
+    return Slots(
+        models.num_slots,
         max_model_len,
-        spec_config.num_speculative_tokens if spec_config else 0,
+        models.window_k,
         vocab_size,
-        _CPU,
-        draft_vocab_size=vocab_size if keeps_probs and len(specs) > 1 else 0,
+        device,
+        num_sampled=models.max_k,
+        num_rates=len(forced_rates(speculative) or ()),
+        draft_vocab_size=vocab_size if keeps_probs and len(models.found) > 1 else 0,
     )
-    return slots, pages
 
 
-def _layers(pages: Pages, spec: ModelSpec) -> list[LayerPages]:
-    return add_pages(pages, spec, _KV_DTYPE)
+def _device(
+    models: Models,
+    target: tuple[Decoder, list[LayerStorage]],
+    drafter: Drafter,
+    state: tuple[Slots, Pages, Recurrent | None],
+    layout: PacketLayout,
+) -> Device:
+    slots, pages, recurrent = state
+    capacity = Capacity(slots.num_slots, 0, slots.max_k)
+    ring = make_ring(capacity, layout, slots.device)
+    speculative = models.config.speculative
+    rates = forced_rates(speculative)
+    return Device(
+        model=target[0],
+        layer_pages=target[1],
+        drafter=drafter,
+        slots=slots,
+        pages=pages,
+        state=slot_tensors(slots, pages),
+        ring=ring,
+        logprobs=make_logprobs(capacity, models.config.model.max_logprobs, ring),
+        synthetic=None if slots.rates_SK is None else Synthetic(slots.rates_SK, rates or ()),
+        groups=models.ranks.groups,
+        recurrent=recurrent,
+        is_block=speculative is not None and speculative.rejection_sample_method == "block",
+    )
+
+
+def _methods(models: Models) -> tuple[str, ...]:
+    """Which drafters are loaded: a guess from a name may have been corrected by the files."""
+    speculative = models.config.speculative
+    if speculative is None:
+        return ()
+    method = models.found[1].method if len(models.found) > 1 else speculative.method
+    host = speculative.host_method
+    return (method,) if host in (None, method) else (host, method)
+
+
+def _info(models: Models, parts: Device, platform: Platform) -> RunnerInfo:
+    """What the host is told: the same facts on every device."""
+    slots, pages, drafter = parts.slots, parts.pages, parts.drafter
+    bytes_per_token = sum(models.token_bytes(platform.kv_dtype(models)))
+    files = models.found[0].files
+    return RunnerInfo(
+        num_pages=pages.num_pages,
+        page_size=pages.page_size,
+        num_slots=slots.num_slots,
+        max_model_len=slots.max_model_len,
+        vocab_size=slots.vocab_size,
+        max_k=drafter.max_k,
+        draft_lookahead=drafter.lookahead,
+        max_host_drafts=models.config.max_host_drafts,
+        draft_methods=_methods(models),
+        draft_max_len=draft_max_len(models.config, models.found, slots.max_model_len),
+        draft_reads_features=drafter.reads_features,
+        kv_window=kv_window(models.found),
+        is_recurrent=parts.recurrent is not None,
+        num_snapshots=parts.recurrent.num_snapshots if parts.recurrent else 0,
+        max_num_batched_tokens=models.config.scheduler.sizes[1],
+        model_name=files.name,
+        kv_cache_bytes=pages.num_pages * pages.page_size * bytes_per_token,
+        device=platform.name,
+        dtype=platform.formats(models, files).name,
+        weights_bytes=parts.model.nbytes,
+    )

@@ -40,7 +40,7 @@ class Stream(Protocol):
         """Run a stage of a step after all that was submitted before."""
 
     def is_over(self, step: Launched, within_s: float) -> bool:
-        """Wait up to `within_s` for a step. True at once where steps are short."""
+        """Wait up to `within_s` for a step. On CUDA, where steps are short, always True."""
 
     def wait(self, step: Launched) -> None:
         """Return when the results of a step are in the ring. Raises what a stage raised."""

@@ -1,6 +1,6 @@
-"""Two steps of nobody's request before the first real one: what is compiled late is compiled now.
+"""Two dummy steps before the first request, so that lazy compilation happens before traffic.
 
-Slot 0 and the first pages are used, and left to whoever is admitted there.
+They use slot 0 and the first pages, which admission overwrites.
 """
 
 from __future__ import annotations

@@ -1,82 +1,280 @@
-"""Adaptive speculation: k of each request follows its own acceptance rate.
+"""How many drafts each request verifies: k by slot, from what became of earlier drafts.
 
-Changes how many drafts a step verifies, never the distribution of tokens. Rejected drafts lower k.
-Missing drafts (the drafter proposed none) lower k only if steps have fixed shapes, because then
-the row was computed for them all the same.
+One table of survival by request and position, and two rules that read it. "adaptive" (a given K):
+k follows the request's own acceptance. "auto": the drafts of the whole batch are ranked by survival
+and admitted while they pay for the time that they add (step_cost.py).
+
+Decides before a step is launched, from committed results only. No rule sees a draft, so none
+changes the distribution of tokens. Rejected drafts lower k. Missing drafts (the drafter proposed
+none) lower k only if steps have fixed shapes, because then the row was computed for them all the
+same.
+
+Shape letters: S slots, B rows of a step, K drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
-from paceline.config import SpeculativeConfig
 from paceline.scheduler.inflight import Rows
-from paceline.step import Ints, RunnerInfo, StepResult
+from paceline.scheduler.step_cost import Choice, StepCost, choose
+from paceline.speculation import SpeculativeConfig
+from paceline.step import Floats, Ints, RunnerInfo, StepPlan, StepResult
 
-# Acceptance is the ratio of two decaying sums. A new request starts with sums that keep k at its
-# maximum.
-START_DRAFTED = 6.0
-START_ACCEPTED = 4.0
-FADE = 0.5  # the sums are multiplied by this each time k is decided
 DECIDE_EVERY = 4  # steps
+START = 0.85  # chance of a draft of a new request, if those before it are accepted
+WEIGHT = 6.0  # drafts that the expectation weighs as much as
+MOST = 0.98  # no draft is sure, so survival falls along a row
+# "adaptive"
+FADE = 0.5, 1.0  # counts are multiplied by this each time k is decided: many counts, and few
 STRETCH = 1.5  # verify more drafts than are accepted on average, so that k can grow
 COLD = 0.1  # below this acceptance rate a request stops drafting
+# The same for n-grams beside suffixes: where those find nothing good, n-grams are mostly wrong.
+COLD_BESIDE_SUFFIXES = 0.4
 # Requests that stopped try again in the first two steps of every PROBE_PERIOD: the first step
 # proposes, the second verifies. All of them try in the same steps, so that the drafter can be left
 # out of the others.
 PROBE_PERIOD = 32
 PROBE_K = 2
+# "auto"
+AUTO_FADE = 0.95, 0.98
+AUTO_PERIOD = 64
+AUTO_PROBE_K = 1
+AUTO_TURNS = 4  # in a batch of 8 or more, a request that stopped tries in each fourth period
+# One step without drafts in each period: what drafts cost is the difference.
+REST_AT = AUTO_PERIOD // 2
+
+
+class Survival:
+    """Chance that a draft and all before it are accepted, by slot and position.
+
+    A request without many results is expected to be like the others (`is_pooled`), or like START;
+    a position without many like the request's other positions.
+    """
+
+    def __init__(self, rows: int, max_k: int, *, is_pooled: bool) -> None:
+        self._reached_SK = np.zeros((rows, max_k), np.float32)  # drafts behind accepted ones
+        self._accepted_SK = np.zeros((rows, max_k), np.float32)
+        self._step_K = np.arange(max_k)
+        self._is_pooled = is_pooled
+        self._pool = np.array([START, 1.0]) * WEIGHT  # accepted and reached
+
+    def start(self, slot: int) -> None:
+        self._reached_SK[slot] = self._accepted_SK[slot] = 0.0
+
+    def learn(self, slots: Rows, drafted_B: Ints, accepted_B: Ints) -> None:
+        accepted_BK = self._step_K < accepted_B[:, None]
+        # The first draft that was rejected was reached, those behind it were not.
+        reached_BK = self._step_K < np.minimum(drafted_B, accepted_B + 1)[:, None]
+        self._accepted_SK[slots] += accepted_BK
+        self._reached_SK[slots] += reached_BK
+        if self._is_pooled:
+            self._pool += accepted_BK.sum(), reached_BK.sum()
+
+    def fade(self, many: float, few: float = 1.0) -> None:
+        """Older counts matter less. Few counts fade less or not at all: a single draft after a
+        long pause must not decide k alone."""
+        is_many_S = self._reached_SK.sum(axis=1) > WEIGHT
+        scale_S1 = np.where(is_many_S, np.float32(many), np.float32(few))[:, None]
+        self._reached_SK *= scale_S1
+        self._accepted_SK *= scale_S1
+        if self._pool[1] > WEIGHT:
+            self._pool *= many
+
+    def of(self, slots: Rows | slice) -> Floats:
+        reached_SK, accepted_SK = self._reached_SK[slots], self._accepted_SK[slots]
+        own_S = accepted_SK.sum(axis=1) + WEIGHT * self.expected
+        own_S /= reached_SK.sum(axis=1) + WEIGHT
+        chance_SK = (accepted_SK + WEIGHT * own_S[:, None]) / (reached_SK + WEIGHT)
+        survival_SK: Floats = np.minimum(chance_SK, MOST, dtype=np.float32).cumprod(axis=1)
+        return survival_SK
+
+    @property
+    def expected(self) -> float:
+        """Chance of a draft of a request of which nothing is known."""
+        return float(self._pool[0] / self._pool[1])
 
 
 class DraftLengths:
     """k by slot."""
 
     def __init__(self, info: RunnerInfo, speculative: SpeculativeConfig | None) -> None:
-        rows = info.num_slots + 1  # with the spare row: see SlotTable
         self.max_k = info.max_k
         self._counts_missing = info.pays_for_missing_drafts
-        self._is_adaptive = (
-            info.max_k > 0
+        is_on = info.max_k > 0 and speculative is not None
+        self.is_auto = is_on and speculative is not None and speculative.is_auto
+        self._is_adaptive = self.is_auto or (
+            is_on
             and speculative is not None
             and speculative.adaptive
             # Synthetic acceptance does not depend on the drafts, and has its mean over all K.
-            and speculative.rejection_sample_method == "standard"
+            and speculative.rejection_sample_method != "synthetic"
+        )
+        methods = speculative and (speculative.host_method, speculative.method)
+        self._cold = COLD_BESIDE_SUFFIXES if methods == ("suffix", "ngram") else COLD
+        # Whether drafts are counted: to decide k, or to choose between drafter and host.
+        self._learns = self._is_adaptive or (
+            is_on and speculative is not None and speculative.host_method is not None
         )
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
         self._k_S = np.zeros(info.num_slots, np.int32)
-        self._drafted_S = np.ones(rows, np.float32)
-        self._accepted_S = np.zeros(rows, np.float32)
+        self._mixed_k_S = self._k_S  # in steps with prompt chunks; "auto" only
+        # With the spare row: see SlotTable.
+        self._survival = Survival(info.num_slots + 1, info.max_k, is_pooled=self.is_auto)
+        # Slots whose continuation is almost surely right: their next drafts are the host's.
+        self.is_sure_S = np.zeros(info.num_slots, np.bool_)
+        self._cap_by_rows = _cap_by_rows(speculative, info) if is_on else None
+        if self.is_auto:
+            self._rank = _Ranking(info, speculative)
+            self._mixed_k_S = self._k_S.copy()
 
     def start(self, slot: int, wanted: int | None) -> None:
         """A request takes the slot."""
         cap = self.max_k if wanted is None else min(wanted, self.max_k)
-        self._cap_S[slot] = self._k_S[slot] = cap
-        self._drafted_S[slot] = START_DRAFTED
-        self._accepted_S[slot] = START_ACCEPTED
+        self._cap_S[slot] = self._k_S[slot] = self._mixed_k_S[slot] = cap
+        self.is_sure_S[slot] = False
+        if self._learns:
+            self._survival.start(slot)
+        if self.is_auto:
+            self._set_auto(np.array([slot]))
 
-    def wanted(self, step: int) -> Ints:
-        """k of each slot for this step."""
-        if self._is_adaptive and step % PROBE_PERIOD < 2:
-            return np.maximum(self._k_S, np.minimum(self._cap_S, PROBE_K))
-        return self._k_S
+    def expected(self) -> list[float]:
+        """By slot: the drafter's drafts that a step accepts on average. Empty: no drafter."""
+        if not self.max_k:
+            return []
+        is_drafted_SK = np.arange(self.max_k) < self._k_S[:, None]
+        expected_S: list[float] = (self._survival.of(slice(-1)) * is_drafted_SK).sum(1).tolist()
+        return expected_S
 
-    def learn(self, slots: Rows, k_B: Ints, result: StepResult) -> None:
-        """Count the drafts that a step verified and accepted."""
-        if not self._is_adaptive:
+    def proposed(self, k_S: Ints, slots: Rows) -> int:
+        """Drafts that the drafter proposes in a step with these slots, of which each could verify
+        k_S. Slots that are sure of their continuation need none."""
+        wanted_B = (k_S * ~self.is_sure_S).take(slots)
+        return int(wanted_B.max()) if len(slots) else 0
+
+    def wanted(self, step: int, num_rows: int = 1, *, is_mixed: bool = False) -> Ints:
+        """k of each slot for this step of `num_rows` rows. `is_mixed`: it has prompt chunks."""
+        k_S = self._mixed_k_S if is_mixed else self._k_S
+        if self.is_auto:
+            k_S = self._tried(k_S, step, num_rows)
+        elif self._is_adaptive and step % PROBE_PERIOD < 2:
+            k_S = np.maximum(k_S, np.minimum(self._cap_S, PROBE_K))
+        if self._cap_by_rows is not None:
+            k_S = np.minimum(k_S, self._cap_by_rows[num_rows])
+        return k_S
+
+    def _tried(self, k_S: Ints, step: int, num_rows: int) -> Ints:
+        """k in steps that find out about other k: of requests that stopped, and of steps."""
+        period, at = divmod(step, AUTO_PERIOD)
+        if at == REST_AT:
+            return np.zeros_like(k_S)
+        if at < 2:
+            turns = 1 if num_rows < 8 else AUTO_TURNS
+            is_turn_S = (np.arange(len(k_S)) + period) % turns == 0
+            k_S = np.maximum(k_S, np.where(is_turn_S, np.minimum(self._cap_S, AUTO_PROBE_K), 0))
+        return k_S
+
+    def learn(
+        self, slots: Rows, k_B: Ints, result: StepResult, host_rows: Collection[int] = ()
+    ) -> None:
+        """Count the drafts that a step verified and accepted. `host_rows` verified drafts of the
+        host, which say nothing about the drafter."""
+        if not self._learns:
             return
-        self._drafted_S[slots] += k_B if self._counts_missing else result.num_drafts_B
-        self._accepted_S[slots] += result.num_accepted_B
-        if result.step % DECIDE_EVERY == 0:
-            self._decide()
+        drafted_B, accepted_B = result.num_drafts_B, result.num_accepted_B
+        if self._counts_missing:
+            drafted_B = np.minimum(k_B, self.max_k)
+        if host_rows:
+            drafted_B, accepted_B = drafted_B.copy(), accepted_B.copy()
+            drafted_B[list(host_rows)] = accepted_B[list(host_rows)] = 0
+        self._survival.learn(slots, drafted_B, accepted_B)
+        if result.step % DECIDE_EVERY:
+            return
+        if self._is_adaptive and not self.is_auto:
+            self._follow_acceptance()
+        self._survival.fade(*(AUTO_FADE if self.is_auto else FADE))
 
-    def _decide(self) -> None:
-        acceptance_S = self._accepted_S[:-1] / self._drafted_S[:-1]
+    def _follow_acceptance(self) -> None:
+        acceptance_S = self._survival.of(slice(-1)).mean(axis=1)
         k_S = np.ceil(acceptance_S * (STRETCH * self.max_k))
-        k_S *= acceptance_S >= COLD
+        k_S *= acceptance_S >= self._cold
         np.minimum(k_S, self._cap_S, out=self._k_S, casting="unsafe")
-        # Sums at or below the starting value do not decay: a single draft after a long pause must
-        # not decide k alone.
-        fades_S = self._drafted_S > START_DRAFTED
-        scale_S = np.where(fades_S, np.float32(FADE), np.float32(1.0))
-        self._drafted_S *= scale_S
-        self._accepted_S *= scale_S
+
+    # ---- "auto"
+
+    def measure(self, plan: StepPlan, slots: Rows, result: StepResult, kv_tokens: int) -> None:
+        """Learn the time of the step before this one. Now and then decide k of the rows that run
+        (`slots`, which hold `kv_tokens`)."""
+        if self.is_auto and self._rank.is_due(plan, result, kv_tokens):
+            if len(slots):
+                self._rank.decide(self._allowed(slots), kv_tokens)
+            self._set_auto(np.arange(len(self._k_S)))
+
+    def _allowed(self, slots: Rows) -> Floats:
+        """Survival; 0 beyond a request's own limit."""
+        is_allowed_RK = np.arange(self.max_k) < self._cap_S[slots][:, None]
+        survival_RK: Floats = self._survival.of(slots) * is_allowed_RK
+        return survival_RK
+
+    def _set_auto(self, slots: Rows) -> None:
+        survival_RK = self._allowed(slots)
+        self._k_S[slots] = self._rank.decode.of(survival_RK)
+        self._mixed_k_S[slots] = self._rank.mixed.of(survival_RK)
+
+
+class _Ranking:
+    """The last choice for steps that only decode, and for steps with prompt chunks."""
+
+    def __init__(self, info: RunnerInfo, speculative: SpeculativeConfig | None) -> None:
+        assert speculative is not None
+        self._is_fixed = info.pays_for_missing_drafts
+        self._ks = speculative.k_tiers if self._is_fixed else tuple(range(info.max_k + 1))
+        self._full_step = info.max_num_batched_tokens
+        self.cost = StepCost(is_fixed=self._is_fixed)
+        self._before: tuple[StepPlan, StepResult, int] | None = None  # its end is not final
+        self._num_rows = 1
+        first = Survival(1, info.max_k, is_pooled=False).of(slice(None))
+        self.decide(first, 0)
+
+    def is_due(self, plan: StepPlan, result: StepResult, kv_tokens: int) -> bool:
+        """Take the time of the step before. Whether to decide again."""
+        if self._before is not None:
+            self._take_time(*self._before)
+        self._before = plan, result, kv_tokens
+        rows = int(np.count_nonzero(plan.samples_B))
+        has_other_size = not 0.75 <= (rows or 1) / self._num_rows <= 1.33
+        return result.step % DECIDE_EVERY == 0 or has_other_size
+
+    def _take_time(self, plan: StepPlan, result: StepResult, kv_tokens: int) -> None:
+        if (result.count_B[plan.samples_B] == 0).any():
+            return  # rows whose requests had ended computed nothing
+        size = plan.agreed or plan.step_size()
+        tokens = size.tokens
+        if self._is_fixed and size.is_uniform:
+            tokens = size.rows * (size.k + 1)
+        elif not self._is_fixed and plan.agreed is None:
+            tokens += int(result.num_drafts_B.sum()) - int(plan.k_B.sum())
+        seconds = result.device_end_s - result.device_start_s
+        self.cost.measured(seconds, tokens, size.rows, size.k, kv_tokens)
+
+    def decide(self, survival_RK: Floats, kv_tokens: int) -> None:
+        self._num_rows = len(survival_RK)
+        self.decode = choose(survival_RK, self.cost, self._ks, kv_tokens, is_padded=self._is_fixed)
+        # A token is worth the time that it takes in steps that only decode. With prompts a step is
+        # full, and each draft adds to it.
+        added = self.cost.of_one_more(self._full_step)
+        least = max(self.decode.least, added * self.decode.rate)
+        self.mixed = Choice(self.decode.k, least, self.decode.rate)
+
+
+def _cap_by_rows(speculative: SpeculativeConfig | None, info: RunnerInfo) -> Ints | None:
+    """The most drafts of a row by the number of rows, 0 ... num_slots."""
+    ranges = speculative.num_speculative_tokens_per_batch_size if speculative else None
+    if not ranges:
+        return None
+    caps: Ints = np.full(info.num_slots + 1, info.max_k, np.int32)
+    for start, _, k in ranges:  # gaps and larger batches carry the last K
+        caps[start:] = k
+    return caps

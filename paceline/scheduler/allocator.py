@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from paceline.config import EngineConfig
 from paceline.scheduler.adaptive import DraftLengths
+from paceline.scheduler.continuations import Continuations
 from paceline.scheduler.events import Events
 from paceline.scheduler.inflight import Rows, SlotTable
 from paceline.scheduler.live_request import LiveRequest
+from paceline.scheduler.lookups import Lookups
 from paceline.scheduler.request_table import RequestTable
 from paceline.scheduler.sequence_pages import SequencePages
 from paceline.step import Ints, RunnerInfo, SlotInit
@@ -24,6 +26,11 @@ class Allocator:
         self.slots = SlotTable(info)
         self.pages = SequencePages(config, info, self.slots)
         self.draft_lengths = DraftLengths(info, config.speculative)
+        self.continuations = Continuations(info, self.slots)
+        self.lookups = Lookups(
+            config.speculative, self.slots, self.continuations, self.draft_lengths
+        )
+        self._draft_max_len = info.draft_max_len
         self.num_preemptions = 0
         self._requests = requests
         self._events = events
@@ -96,17 +103,19 @@ class Allocator:
         """The head of the queue takes a slot, and the pages that room_for() found."""
         slot = self._requests.take_slot(live)
         self.slots.occupy(slot, live.uid, live.tokens)
-        self.draft_lengths.start(slot, live.request.params.num_speculative_tokens)
+        is_long = self._draft_max_len is not None and len(live.tokens) >= self._draft_max_len
+        self.draft_lengths.start(slot, 0 if is_long else self.lookups.start(live))
         self.pages.admit(live, hit, self.pages.num_ahead(self._requests.num_running))
         self._events.admitted.append((live.uid, live.num_launched))
         return SlotInit(
             slot=slot,
             request=live.request,
             tokens=live.tokens,
-            prompt_len=live.prompt_len,
+            prompt_len=len(live.request.prompt_token_ids),
             num_cached=live.num_launched,
             max_len=live.max_len,
             pages=self.pages.table_of(live),
+            snapshot=live.snapshot,
         )
 
     def preempt(self, live: LiveRequest) -> None:
@@ -120,13 +129,15 @@ class Allocator:
         """The request is over, running or waiting. Its rows in flight are wasted."""
         del self._requests.by_uid[live.uid]
         if live.slot >= 0:
-            self._leave(live)
+            self._leave(live, is_over=True)
         else:
             self._requests.waiting.discard()
 
-    def _leave(self, live: LiveRequest) -> int:
+    def _leave(self, live: LiveRequest, *, is_over: bool = False) -> int:
         """Slot and pages are free for the next plan. Returns the number of rows in flight."""
         self.pages.release(live)
+        self.continuations.drop(live.slot)
+        self.lookups.leave(live, is_over=is_over)
         num_in_flight = self.slots.vacate(live.slot)
         self._requests.leave_slot(live)
         return num_in_flight

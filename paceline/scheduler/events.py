@@ -1,4 +1,4 @@
-"""What the scheduler reports: rows to publish, and requests admitted, preempted or ended.
+"""What the scheduler reports beside results: requests admitted, preempted or ended.
 
 Plain data.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.step import Ints, Longs, TokenLogprobs
+from paceline.step import Ints
 
 
 class TokenConstraint(Protocol):
@@ -28,6 +28,25 @@ class TokenConstraint(Protocol):
     def accept(self, tokens: list[int]) -> None:
         """These tokens were committed, in order. The last may be a stop token."""
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow the accepted ones, as far as there is only one choice.
+
+        Empty if there are several choices. Changes no state.
+        """
+
+
+class MaskFiller(Protocol):
+    """Computes the masks of all late rows of a step in one call."""
+
+    def fill(
+        self, rows: Sequence[tuple[int, TokenConstraint, list[int]]], mask_RWV: Ints
+    ) -> dict[int, Exception]:
+        """For each (index, constraint, drafts): write what `constraint.masks(drafts)` would return
+        to the beginning of mask_RWV[index]. Returns the errors of constraints, by index.
+
+        The array is used again for the next step: nothing may keep it.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -39,6 +58,7 @@ class Ended:
     error: str = (
         ""  # class name in paceline.errors, if the request was refused or the engine failed
     )
+    param: str | None = None  # of an InvalidRequest
 
 
 @dataclass(slots=True)
@@ -57,18 +77,3 @@ class Events:
         taken = Events(self.admitted, self.preempted, self.ended)
         self.admitted, self.preempted, self.ended = [], [], []
         return taken
-
-
-@dataclass(slots=True)
-class Emitted:
-    """The rows of one result whose requests have not ended."""
-
-    step: int
-    uid_B: Longs
-    count_B: Ints
-    token_BW: Ints
-    done_B: Ints
-    num_drafts_B: Ints
-    num_accepted_B: Ints
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()

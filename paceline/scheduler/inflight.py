@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.step import Bools, Ints, RunnerInfo, StepPlan, StepResult
+from paceline.step import NO_REQUEST, Bools, Ints, RunnerInfo, StepPlan, StepResult
 
-NO_REQUEST = -1  # the uid of a free slot
 UNLIMITED = 2**31 - 1
 Rows = npt.NDArray[np.intp]  # indices in the type that numpy gathers fastest with
 
@@ -28,6 +27,8 @@ class Flight:
     width_S: Ints  # ... and at most this many
     strays: list[int] = field(default_factory=list)  # rows whose requests have left their slots
     fresh_pages: list[int] = field(default_factory=list)  # cached from its launch on
+    fresh_snapshots: list[int] = field(default_factory=list)  # the same: chain values
+    is_forced_R: list[bool] = field(default_factory=list)  # of the plan's host drafts
 
 
 class SlotTable:
@@ -43,8 +44,8 @@ class SlotTable:
     def __init__(self, info: RunnerInfo) -> None:
         self.num_slots = slots = info.num_slots
         self.uid_S = np.full(slots + 1, NO_REQUEST, np.int64)
-        self._committed_S = np.zeros(slots + 1, np.int32)
-        self.committed_S = self._committed_S[:-1]
+        self.all_committed_S = np.zeros(slots + 1, np.int32)  # with the spare row
+        self.committed_S = self.all_committed_S[:-1]
         # Over the sampling steps in flight: their number, and the sum of their widths.
         self._num_sampling_S = np.zeros(slots, np.int32)
         self._width_S = np.zeros(slots, np.int32)
@@ -55,11 +56,11 @@ class SlotTable:
         self.page_room_S = np.full(slots, UNLIMITED, np.int32)
         # Host copy of committed tokens. Cells past the count of a result are written too, so a
         # row has room for a whole window past max_model_len.
-        self.tokens_SL = np.empty((slots + 1, info.max_model_len + info.max_k + 1), np.int32)
+        self.tokens_SL = np.empty((slots + 1, info.max_model_len + info.window_k + 1), np.int32)
         self.in_flight: deque[Flight] = deque()
         self._tokens_flat = self.tokens_SL.reshape(-1)
         self._row_start_S = np.arange(slots + 1, dtype=np.int64) * self.tokens_SL.shape[1]
-        self._offsets_W = np.arange(info.max_k + 1, dtype=np.int64)
+        self._offsets_W = np.arange(info.window_k + 1, dtype=np.int64)
 
     @property
     def lower_S(self) -> Ints:
@@ -95,6 +96,10 @@ class SlotTable:
                 num_strays += 1
         return num_strays
 
+    def length(self, slot: int) -> int:
+        """Committed tokens."""
+        return int(self.committed_S[slot])
+
     def committed_tokens(self, slot: int) -> Ints:
         return self.tokens_SL[slot, : self.committed_S[slot]].copy()
 
@@ -109,14 +114,14 @@ class SlotTable:
         assert self.in_flight[0] is flight, "results out of order"
         self.in_flight.popleft()
         slots = flight.slots
-        committed_B = self._committed_S.take(slots)
+        committed_B = self.all_committed_S.take(slots)
         # Cells past the count get -1 and are overwritten before they are read.
         at_B = self._row_start_S.take(slots)
         at_B += committed_B
         width = result.token_BW.shape[1]
         self._tokens_flat[at_B[:, None] + self._offsets_W[:width]] = result.token_BW
         committed_B += result.count_B
-        self._committed_S[slots] = committed_B
-        self._committed_S[self.num_slots] = 0
+        self.all_committed_S[slots] = committed_B
+        self.all_committed_S[self.num_slots] = 0
         self._num_sampling_S -= flight.samples_S
         self._width_S -= flight.width_S

@@ -5,7 +5,7 @@ Takes no references: the pool may evict an unreferenced page at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.scheduler.page_pool import PagePool
 from paceline.step import Ints
@@ -24,10 +24,12 @@ class PrefixCache:
     read features), and that token is part of the key.
     """
 
+    # Told the chain value after a page that is forgotten: what else has this prefix is stale.
+    on_forget: Callable[[int], None] | None = None
+
     def __init__(self, num_pages: int, page_size: int, num_successors: int = 0) -> None:
         self.pool = PagePool(num_pages, on_evict=self._drop)
         self.num_hit_tokens = 0
-        self.num_queried_tokens = 0
         self.num_successors = num_successors
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}  # parent's chain value and tokens -> page
@@ -52,6 +54,10 @@ class PrefixCache:
             pages.append(page)
             chain = self._chain_of[page]
         return pages, chain
+
+    def chain_after(self, page: int) -> int:
+        """The chain value after a page that `find` has found."""
+        return self._chain_of[page]
 
     def register(self, chain: int, tokens: Ints, pages: list[int]) -> int:
         """Register referenced pages whose KV, written or to be written by a launched step, is that
@@ -83,7 +89,7 @@ class PrefixCache:
         pages = list(self._page_of.values())
         self._page_of.clear()
         for page in pages:
-            self._key_of[page] = None
+            self._lose(page)
             self.pool.forget(page)
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -91,7 +97,7 @@ class PrefixCache:
         for page in pages:
             if (key := self._key_of[page]) is not None:
                 del self._page_of[key]
-                self._key_of[page] = None
+                self._lose(page)
                 self.pool.forget(page)
 
     def _drop(self, pages: range) -> None:
@@ -99,4 +105,9 @@ class PrefixCache:
             key = self._key_of[page]
             assert key is not None, f"page {page} is not registered"
             del self._page_of[key]
-            self._key_of[page] = None
+            self._lose(page)
+
+    def _lose(self, page: int) -> None:
+        self._key_of[page] = None
+        if self.on_forget is not None:
+            self.on_forget(self._chain_of[page])

@@ -5,21 +5,31 @@ Never sees a device or text. It reads no token of a step in flight, only bounds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, InvalidRequest, PromptTooLong
+from paceline.errors import ConfigError
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.allocator import Allocator
-from paceline.scheduler.commit import trim_prompt_logprobs, without_rows
 from paceline.scheduler.constraints import Constraints
-from paceline.scheduler.events import Emitted, Ended, Events, TokenConstraint
+from paceline.scheduler.events import Ended, Events, MaskFiller, TokenConstraint
 from paceline.scheduler.inflight import Flight, Rows
 from paceline.scheduler.live_request import LiveRequest
 from paceline.scheduler.request_table import RequestTable
-from paceline.step import Bools, Ints, LateMasks, RunnerInfo, SlotInit, StepPlan, StepResult
+from paceline.scheduler.snapshots import SnapshotStats
+from paceline.step import (
+    Bools,
+    Ints,
+    LateMasks,
+    RunnerInfo,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 
 class Scheduler:
@@ -28,7 +38,9 @@ class Scheduler:
     Every plan must be launched, and results must reach commit() in the order of the plans.
     """
 
-    def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
+    def __init__(
+        self, config: EngineConfig, info: RunnerInfo, filler: MaskFiller | None = None
+    ) -> None:
         self.info = info
         self.budget = config.scheduler.max_num_batched_tokens or info.max_num_batched_tokens
         if self.budget < info.num_slots * (info.max_k + 1):
@@ -40,48 +52,35 @@ class Scheduler:
         self._requests = RequestTable(info.num_slots)
         self._allocator = Allocator(config, info, self._requests, self._events)
         self._constraints = Constraints(
-            self._requests, self._allocator, self._events, info.vocab_size
+            self._requests, self._allocator, self._events, info.vocab_size, filler
         )
+        self.continuations = self._allocator.continuations
         self.table = self._allocator.slots
         self._pages = self._allocator.pages
+        self._marks = self._pages.marks
         self._draft_lengths = self._allocator.draft_lengths
         self._is_priority = config.scheduler.scheduling_policy == "priority"
         self._wasted_rows = 0  # since take_wasted_rows()
+        self._draft_k_S: Ints = np.zeros(info.num_slots, np.int32)  # k without host drafts
         self.num_steps = 0
         self.num_wasted_rows = 0
 
     # ---- requests
 
     def add(self, request: EngineRequest, constraint: TokenConstraint | None = None) -> None:
-        """Queue a request; raises InvalidRequest if it could never run."""
-        tokens: Ints = np.array(request.prompt_token_ids, np.int32)
-        self._check_length(len(tokens))
+        """Queue a request, which the engine has checked."""
+        tokens: Ints = np.array(request.token_ids, np.int32)
+        assert 0 < len(tokens) < self.max_len, f"a prompt of {len(tokens)} tokens can never run"
         max_tokens, limit = request.params.max_tokens, self.max_len
-        max_len = limit if max_tokens is None else min(len(tokens) + max_tokens, limit)
+        prompt_len = len(request.prompt_token_ids)
+        max_len = limit if max_tokens is None else min(prompt_len + max_tokens, limit)
         key = (request.priority if self._is_priority else 0, request.uid)
-        live = LiveRequest(request, key, tokens, len(tokens), max_len, constraint)
+        live = LiveRequest(request, key, tokens, max_len, constraint)
         self._requests.add(live)
 
-    def _check_length(self, length: int) -> None:
-        if length == 0:
-            raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
-        if length >= self.info.max_model_len:
-            raise PromptTooLong(
-                f"prompt has {length} tokens; this model serves {self.info.max_model_len} with at "
-                "least one for the output. Shorten it or raise --max-model-len.",
-                param="prompt",
-            )
-        if length >= self.max_len:
-            raise PromptTooLong(
-                f"prompt has {length} tokens; the KV cache of {self.info.num_pages} pages of "
-                f"{self.info.page_size} holds one request of {self.max_len} with at least "
-                "one for the output. Shorten it or raise --kv-cache-memory-bytes.",
-                param="prompt",
-            )
-
-    def refuse(self, uid: int, reason: str, error: str) -> None:
-        """Report a request for which add() raised."""
-        self._events.ended.append(Ended(uid, Done.ERROR, reason, error))
+    def refuse(self, uid: int, reason: str, error: str, param: str | None = None) -> None:
+        """Report a request that was not added."""
+        self._events.ended.append(Ended(uid, Done.ERROR, reason, error, param))
 
     def abort(self, uid: int) -> bool:
         """End a request now. Results of its rows in flight are dropped when they arrive.
@@ -111,6 +110,8 @@ class Scheduler:
         for flight in flights:
             flight.plan.unwanted[0] = 1
             self._pages.cache.forget(flight.fresh_pages)
+            if self._marks is not None:
+                self._marks.forget(flight)
 
     def end_all(self, done: Done, reason: str) -> None:
         """The device failed: no step in flight will deliver a result."""
@@ -136,7 +137,12 @@ class Scheduler:
         left_S = table.last_S - table.lower_S
         ready_S = left_S >= 0
         # A draft past the length limit could never be emitted, so it is not verified.
-        k_S = np.minimum(self._draft_lengths.wanted(self.num_steps + 1), left_S)
+        k_S = np.minimum(self._wanted_drafts(self.num_steps + 1, ready_S), left_S)
+        if (draft_len := self.info.draft_max_len) is not None:
+            k_S = np.minimum(k_S, np.maximum(draft_len - table.lower_S, 0))
+        self._draft_k_S = k_S
+        if self.continuations:
+            k_S = self.continuations.widen(k_S, left_S, self._spare_tokens(k_S, ready_S))
         bound_S = table.upper_S + k_S
         short = (bound_S > table.page_room_S).nonzero()[0]
         num_before = allocator.num_preemptions
@@ -159,8 +165,21 @@ class Scheduler:
         flight.plan.admissions = admissions
         flight.plan.page_appends = self._pages.take_appends()
         flight.fresh_pages = self._pages.take_fresh()
+        if self._marks is not None:
+            flight.plan.marks = self._marks.launch(flight)
         table.launch(flight)
         return flight.plan
+
+    def _spare_tokens(self, k_S: Ints, ready_S: Bools) -> int:
+        """Tokens of the step that host drafts may take. Prompts get at least half of the rest."""
+        spare = self.budget - int(np.add.reduce((k_S + 1) * ready_S))
+        has_prompts = self._requests.waiting.count or self._requests.prefilling
+        return spare // 2 if has_prompts else spare
+
+    def _wanted_drafts(self, step: int, ready_S: Bools) -> Ints:
+        is_mixed = bool(self._requests.waiting.count or self._requests.prefilling)
+        num_rows = int(np.count_nonzero(ready_S))
+        return self._draft_lengths.wanted(step, num_rows, is_mixed=is_mixed)
 
     def plan_empty(self) -> StepPlan:
         """A step without rows, when plan() gave None and another replica has rows: its collectives
@@ -189,6 +208,7 @@ class Scheduler:
             else:
                 break
             length = min(len(live.tokens) - live.num_launched, budget)
+            length = self._pages.place_marks(live, length)
             budget -= length
             if live.wants_prompt_logprobs:
                 live.chunk_starts[self.num_steps + 1] = live.num_launched
@@ -211,10 +231,12 @@ class Scheduler:
         k_B = k_S.take(slots)
         query_len_B = k_B + 1
         bound_B = np.minimum(bound_S.take(slots), self.info.max_model_len)
+        host_drafts, is_forced_R = self.continuations.drafts(slots, k_B)
         samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
         k = int(k_B.max()) if len(slots) else 0
+        draft_k = self._draft_lengths.proposed(self._draft_k_S, slots)
         if chunks:
-            wanted_S = self._draft_lengths.wanted(self.num_steps)
+            wanted_S = self._wanted_drafts(self.num_steps, samples_S)
             for row, (live, _) in enumerate(chunks, len(slots)):
                 is_final = live.num_launched == len(live.tokens)
                 samples_B[row] = samples_S[live.slot] = is_final
@@ -222,7 +244,8 @@ class Scheduler:
                     width_S[live.slot] = 1
                     table.last_S[live.slot] = live.max_len - 1
                     self._pages.set_room(live)
-                    k = max(k, int(wanted_S[live.slot]))
+                    self._constraints.begin(live)
+                    draft_k = max(draft_k, int(wanted_S[live.slot]))
                     del self._requests.prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
             k_B = _extended(k_B, [0] * len(chunks))
@@ -230,51 +253,60 @@ class Scheduler:
             bound_B = _extended(bound_B, [live.num_launched for live, _ in chunks])
         plan = StepPlan(
             step=self.num_steps,
-            k=k,
+            k=max(k, draft_k),
+            draft_k=draft_k,
             uid_B=table.uid_S.take(slots),
             slot_B=slots.astype(np.int32),
             query_len_B=query_len_B,
             k_B=k_B,
             samples_B=samples_B,
             length_bound_B=bound_B,
+            host_drafts=host_drafts,
         )
         plan.late_B = self._constraints.late_rows(slots, samples_B)
-        return Flight(plan, slots, samples_S, width_S)
+        return Flight(plan, slots, samples_S, width_S, is_forced_R=is_forced_R)
 
     # ---- commit
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Emitted:
-        """Take in the oldest result. Returns the rows whose requests have not ended."""
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in the oldest result, and drop its rows whose requests have ended."""
         table = self.table
         flight = table.in_flight[0]
         assert flight.plan is plan, "results out of order"
         assert result.step == plan.step, f"result {result.step} for plan {plan.step}"
         if result.prompt_logprobs:
-            result.prompt_logprobs = trim_prompt_logprobs(plan, result, self._requests.by_uid)
-        emitted = Emitted(
-            result.step,
-            plan.uid_B,
-            result.count_B,
-            result.token_BW,
-            result.done_B,
-            result.num_drafts_B,
-            result.num_accepted_B,
-            result.logprobs,
-            result.prompt_logprobs,
-        )
-        if flight.strays:
-            emitted = without_rows(emitted, self._settle_strays(flight, result))
+            result.prompt_logprobs = self._new_prompt_logprobs(result)
+        if flight.strays and (wasted := self._settle_strays(flight, result)):
+            result.drop(wasted)
+        taken = self.continuations.taken(flight)
+        result.num_forced_B = _num_forced(taken, flight, result)
         table.commit(flight, result)
-        self._draft_lengths.learn(flight.slots, plan.k_B, result)
+        if self._marks is not None:
+            for slot, marks in self._marks.passed(flight, result):
+                self._pages.register_passed(self._requests.owner(slot), marks)
+        self._draft_lengths.learn(flight.slots, plan.k_B, result, taken.keys())
+        if self._draft_lengths.is_auto:
+            slots = flight.slots[plan.samples_B & (flight.slots != table.num_slots)]
+            kv_tokens = int(table.committed_S[slots].sum())
+            self._draft_lengths.measure(plan, slots, result, kv_tokens)
         if plan.late_B is not None:
             self._constraints.accept_late_rows(flight, result)
         if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
                     self._allocator.end(self._requests.owner(slot))
+        self._allocator.lookups.commit(flight, result)
         if self.info.kv_window is not None:
             self._pages.free_behind_window(self._requests.running())
-        return emitted
+
+    def _new_prompt_logprobs(self, result: StepResult) -> list[TokenLogprobs]:
+        found = []
+        for entry in result.prompt_logprobs:
+            live = self._requests.by_uid.get(int(result.uid_B[entry.row]))
+            new = live.new_prompt_logprobs(result.step, entry) if live is not None else None
+            if new is not None:
+                found.append(new)
+        return found
 
     def _settle_strays(self, flight: Flight, result: StepResult) -> list[int]:
         """Rows whose requests left their slots after the launch. Output of a preempted request is
@@ -301,8 +333,9 @@ class Scheduler:
 
     def late_masks(self, plan: StepPlan) -> LateMasks:
         """Masks of a plan with late rows; every earlier result has been committed."""
-        assert self.table.in_flight[0].plan is plan, "masks before the previous commit"
-        return self._constraints.masks(plan)
+        flight = self.table.in_flight[0]
+        assert flight.plan is plan, "masks before the previous commit"
+        return self._constraints.masks(plan, self.continuations.taken(flight))
 
     # ---- figures
 
@@ -328,8 +361,17 @@ class Scheduler:
         return self._requests.waiting.count
 
     @property
+    def num_hit_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self._pages.cache.num_hit_tokens
+
+    @property
     def kv_usage(self) -> float:
         return self._pages.pool.usage
+
+    @property
+    def snapshots(self) -> SnapshotStats:
+        return SnapshotStats() if self._marks is None else self._marks.stats()
 
     @property
     def has_events(self) -> bool:
@@ -342,18 +384,17 @@ class Scheduler:
         count, self._wasted_rows = self._wasted_rows, 0
         return count
 
-    def stats(self) -> dict[str, float]:
-        cache = self._pages.cache
-        return {
-            "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
-            "kv_usage": self.kv_usage,
-            "num_steps": self.num_steps,
-            "num_preemptions": self.num_preemptions,
-            "num_wasted_rows": self.num_wasted_rows,
-            "prefix_cache_queried_tokens": cache.num_queried_tokens,
-            "prefix_cache_hit_tokens": cache.num_hit_tokens,
-        }
+
+def _num_forced(taken: Mapping[int, Ints], flight: Flight, result: StepResult) -> Ints:
+    """Forced tokens among the drafts that each row accepted."""
+    forced_B: Ints = np.zeros(len(result.uid_B), np.int32)
+    if taken:
+        host = flight.plan.host_drafts
+        assert host is not None
+        for row, is_forced in zip(host.row_R.tolist(), flight.is_forced_R, strict=True):
+            if is_forced and row in taken:
+                forced_B[row] = result.num_accepted_B[row]
+    return forced_B
 
 
 def _extended(values: Any, more: list[int]) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config import EngineConfig
 from paceline.scheduler.inflight import UNLIMITED, SlotTable
 from paceline.scheduler.live_request import LiveRequest
+from paceline.scheduler.marks import Mark, Marks
 from paceline.scheduler.prefix_cache import ROOT, PrefixCache
 from paceline.step import Ints, PageAppends, RunnerInfo
 
@@ -34,11 +35,18 @@ class SequencePages:
         self.pool = self.cache.pool
         self._table = table
         self._is_caching = config.cache.enable_prefix_caching
+        self.marks: Marks | None = None  # of models with recurrent state
+        if info.is_recurrent and self._is_caching:
+            interval = config.cache.state_snapshot_interval
+            self.marks = Marks(info, interval, self.cache, table)
+            self.cache.on_forget = self.marks.pool.forget
         self._max_model_len = info.max_model_len
         self._lookahead = info.draft_lookahead
         self._window = info.kv_window
         # Positions past the newest token that a step (window and drafter) may write.
         self._overhang = info.max_k + info.draft_lookahead
+        # The same with host drafts. They end where the request must, so no sequence gets longer.
+        self._reach = info.window_k + info.draft_lookahead
         self._max_row_appends = info.max_row_appends or NEVER
         pool_len = info.num_pages * info.page_size
         # The longest sequence that can run alone. A step may write `overhang` positions past its
@@ -63,12 +71,12 @@ class SequencePages:
 
     def find_hit(self, live: LiveRequest) -> list[int]:
         """Cached pages of a waiting request's prefix. At least one token is left to compute."""
-        live.chain = ROOT
+        live.chain, live.snapshot, live.num_matched = ROOT, -1, 0
         if not self._is_caching or live.wants_prompt_logprobs:
             return []
         num_pages = (len(live.tokens) - 1) // self.page_size
         pages, live.chain = self.cache.find(live.tokens, num_pages)
-        return pages
+        return pages if self.marks is None else self.marks.cut_hit(live, pages)
 
     def fits(self, live: LiveRequest, hit: list[int], headroom: int) -> bool:
         """Whether the pages that the request lacks, and `headroom` more, are available."""
@@ -91,8 +99,9 @@ class SequencePages:
         live.num_freed = 0
         live.num_launched = len(hit) * self.page_size
         live.num_hashed = len(hit) if self._is_caching else NEVER
+        if self.marks is not None:
+            self.marks.admit(live)
         if self._is_caching and not live.wants_prompt_logprobs:
-            self.cache.num_queried_tokens += len(live.tokens)
             self.cache.num_hit_tokens += live.num_launched
 
     def _num_initial_pages(self, live: LiveRequest) -> int:
@@ -145,7 +154,7 @@ class SequencePages:
         upper_S = self._table.upper_S
         num_before = self.pool.num_available
         for live in running:
-            end = int(upper_S[live.slot]) + self._overhang
+            end = int(upper_S[live.slot]) + self._reach
             keep = -(-end // self.page_size)
             if keep < len(live.pages):
                 self._drop_appends(live.slot, keep)
@@ -174,6 +183,8 @@ class SequencePages:
         later and run after them.
         """
         self._register_committed(live)
+        if self.marks is not None:
+            self.marks.leave(live.slot)
         self.pool.release(live.pages[live.num_freed :])
         live.pages = []
         self._drop_appends(live.slot, 0)
@@ -211,13 +222,35 @@ class SequencePages:
 
     # ---- registration in the prefix cache
 
+    def place_marks(self, live: LiveRequest, length: int) -> int:
+        """Snapshots of the request's next chunk. Returns the chunk's length, which may shrink."""
+        if self.marks is None or live.num_hashed == NEVER:
+            return length
+        return self.marks.place(live, length, self._register_chunk)
+
     def register_launched(self, live: LiveRequest) -> None:
         """A chunk was planned: register the pages that it fills. Later steps run after it."""
         num_known = min(live.num_launched, len(live.tokens) - self.cache.num_successors)
-        num_full = num_known // self.page_size
+        self._register_chunk(live, num_known)
+
+    def _register_chunk(self, live: LiveRequest, length: int) -> int:
+        num_full = length // self.page_size
         if num_full > live.num_hashed:
             self._fresh_pages += live.pages[live.num_hashed : num_full]
             self._register(live, live.tokens, num_full)
+        return live.chain
+
+    def register_passed(self, live: LiveRequest, marks: list[Mark]) -> None:
+        """Results show that the request has passed these marks: register their pages too."""
+        assert self.marks is not None
+
+        def register(live: LiveRequest, length: int) -> int:
+            num_full = length // self.page_size
+            if num_full > live.num_hashed:
+                self._register(live, self._table.tokens_SL[live.slot], num_full)
+            return live.chain
+
+        self.marks.register(live, marks, register)
 
     def take_fresh(self) -> list[int]:
         """Pages that got their names since the last plan, and whose content is to be computed."""
@@ -246,6 +279,8 @@ class SequencePages:
     def stop_registering(self, live: LiveRequest) -> None:
         """After a cache reset: register no more pages of this request."""
         live.num_hashed = NEVER
+        if self.marks is not None:
+            self.marks.leave(live.slot)
 
     def table_of(self, live: LiveRequest) -> Ints:
         return np.array(live.pages, np.int32)

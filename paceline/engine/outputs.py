@@ -1,27 +1,30 @@
-"""Turns rows of step messages into what the reader of a stream gets: text, tokens, logprobs.
+"""Turns rows of step messages into the output of a sequence: text, tokens, logprobs.
 
-Owns stop strings: the cut is at the token that completes one, and what came after it never
-existed, neither in text nor in tokens nor in logprobs.
+Owns stop strings. Output ends with the token that completes one; later tokens of the same row are
+left out of text, tokens and logprobs.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from paceline.errors import PacelineError
-from paceline.request import Done, Logprob, RequestMetrics, SamplingParams
-from paceline.scheduler.events import Ended
+from paceline.request import Done, EngineRequest, Logprob, RequestMetrics, SamplingParams
 from paceline.step import TokenLogprobs
 from paceline.text.detokenizer import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
 TokenTable = dict[int, Logprob]
+# An accepted draft, an accepted draft for which a grammar left no choice, or drawn by the sampler.
+TokenSource = Literal["draft", "forced", "drawn"]
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one sequence of a request has gained. `finish_reason` is set on its last one only."""
+    """New output of one sequence. Only its last delta has a `finish_reason`."""
 
     index: int
     text: str
@@ -29,15 +32,16 @@ class Delta:
     logprobs: list[TokenTable] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    # On the first delta of sequence 0, when asked for: one entry per prompt token, the first None.
+    # Of the first delta of sequence 0, if requested: one entry per prompt token, the first None.
     prompt_logprobs: list[TokenTable | None] | None = None
+    sources: list[TokenSource] | None = None  # of the tokens, if requested
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One request in the front: its n sequences share the id, the prompt and the metrics.
+    """One request in the front. Its n sequences share the id, the prompt and the metrics.
 
-    `error` says why when a sequence ended with finish_reason "error".
+    `error` is the reason if a sequence ended with finish_reason "error".
     """
 
     request_id: str
@@ -47,18 +51,26 @@ class Generation:
     on_deltas: Callable[[list[Delta]], None]
     metrics: RequestMetrics
     finished: bool = False
-    is_aborted: bool = False  # by this side: its sink is not called again
+    is_aborted: bool = False  # by the front: its sink is not called again
+    was_admitted: bool = False  # a sequence of it has left the queue
     error: PacelineError | None = None
     open_uids: set[int] = field(default_factory=set)
+    on_error: Callable[[PacelineError], None] | None = None  # told if `on_deltas` raised
+    replica: int | None = None  # the one that the request names
+    wants_sources: bool = False  # its deltas say where each token came from
 
 
-class Assembly:
-    """One sequence, from its first row to its last. `finished` once it has a finish reason."""
+class SequenceOutput:
+    """The output of one sequence. `finished` is set with its finish reason.
+
+    Keeps the request and its tokens, so that another engine can go on with it.
+    """
 
     def __init__(
         self,
         generation: Generation,
         index: int,
+        request: EngineRequest,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
@@ -67,6 +79,9 @@ class Assembly:
         self.index = index
         self.finished = False
         self.was_admitted = False
+        self._request = request
+        self._token_ids = array("i")
+        self._num_fruitless = 0  # engines in a row that ended before the next token
         self._eos = eos_token_ids
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer: Detokenizer | None = None
@@ -82,14 +97,39 @@ class Assembly:
         wants_prompt = index == 0 and params.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenTable | None] | None = [None] if wants_prompt else None
 
+    def all_tokens(self) -> list[int]:
+        return [*self.generation.prompt_token_ids, *self._token_ids]
+
+    def engine_request(self) -> EngineRequest:
+        """The request for an engine that does not have it: it goes on after the tokens so far."""
+        request = self._request
+        if not self._token_ids:
+            return request
+        params = request.params
+        if self._prompt_logprobs is None:  # delivered
+            params = params.replace_unchecked(prompt_logprobs=None)
+        return replace(request, params=params, output_token_ids=self._token_ids[:])
+
+    def lose_engine(self, *, may_have_run: bool) -> int:
+        """The engine has ended. Returns how many in a row have ended under this sequence before
+        they gave it a token."""
+        has_gained = len(self._token_ids) > len(self._request.output_token_ids)
+        self._request = self.engine_request()
+        self._num_fruitless = 0 if has_gained else self._num_fruitless + may_have_run
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs = [None]  # they come again from the start
+        return self._num_fruitless
+
     def take_prompt_logprobs(self, entry: TokenLogprobs) -> None:
-        """The next prompt positions; they go out with the first tokens."""
+        """The next prompt positions. They are in the delta of the first tokens."""
         if self._prompt_logprobs is not None:
             top = self.generation.params.prompt_logprobs or 0
             self._prompt_logprobs.extend(self._tables(entry, top, len(entry.rank)))
 
     def take(self, token_ids: list[int], done: Done, logprobs: TokenLogprobs | None) -> Delta:
-        """One row of a step: its new tokens and how it stands."""
+        """One row of a step: its new tokens and whether it ended. A request may end without
+        tokens; then text that was held back for a stop string is in the delta."""
+        self._token_ids.extend(token_ids)
         text, count, stop_string = self._to_text(token_ids, done)
         delta = Delta(self.index, text, token_ids[:count])
         if stop_string is not None:
@@ -106,9 +146,14 @@ class Assembly:
         self._attach_prompt_logprobs(delta)
         return delta
 
-    def end(self, ended: Ended) -> Delta:
-        """The request ended without a row: flush the text that was held back."""
-        return self.take([], Done(ended.done), None)
+    def name_sources(self, delta: Delta, num_accepted: int, num_forced: int) -> None:
+        """Say where the tokens of a row came from, if the request asks for it. Accepted drafts come
+        first; the forced ones come before others."""
+        if self.generation.wants_sources:
+            every: list[TokenSource] = ["forced"] * num_forced
+            every += ["draft"] * (num_accepted - num_forced)
+            every += ["drawn"] * (len(delta.token_ids) - num_accepted)
+            delta.sources = every[: len(delta.token_ids)]
 
     def _to_text(self, token_ids: list[int], done: Done) -> tuple[str, int, str | None]:
         """(text to show, tokens that count, stop string found)."""
@@ -117,7 +162,7 @@ class Assembly:
         shown = token_ids
         shows_stop = self.generation.params.include_stop_str_in_output
         if done in (Done.EOS, Done.STOP_TOKEN) and not shows_stop:
-            shown = token_ids[:-1]  # what ended it is part of the output, not of the text
+            shown = token_ids[:-1]  # the token that ended it is output, but no text
         delta = self._detokenizer.push(shown, done is not Done.RUNNING)
         if delta.stop is not None:
             return delta.text, delta.num_tokens, delta.stop

@@ -1,18 +1,35 @@
-"""Ctrl-C as a flag, for loops that must not be torn in the middle of a message.
-
-Takes the signal over only where Python's own handler would raise KeyboardInterrupt.
-"""
+"""What a process of ours sets for itself: Ctrl-C as a flag, and when Python collects garbage."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Self
 
+# Young objects per collection, young collections per middle one, middle ones per full one.
+_GC_THRESHOLDS = (50_000, 20, 50)
+
+
+def freeze_gc() -> None:
+    """Exempt everything loaded so far from garbage collection. Call once when a process is ready.
+
+    A full collection visits every object. Torch and a model have about 180,000, which stopped a
+    process for 75 ms on a small machine. Requests leave few cycles behind, so collections can be
+    rare: with Python's thresholds they took half the time of a front that answers 5,000 requests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
 
 class InterruptFlag:
-    """Within it the first Ctrl-C waits for `check` to raise it; a second one raises at once."""
+    """Within it the first Ctrl-C waits for `check` to raise it; a second one raises at once.
+
+    Replaces the handler of SIGINT only if that is Python's own, which raises KeyboardInterrupt: a
+    handler of an event loop or a notebook stays.
+    """
 
     def __init__(self) -> None:
         self._is_set = False
@@ -20,7 +37,6 @@ class InterruptFlag:
 
     def __enter__(self) -> Self:
         in_main = threading.current_thread() is threading.main_thread()
-        # Somebody else's handler (an event loop's, a notebook's) knows better than we do.
         if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_signal)
             self._is_mine = True

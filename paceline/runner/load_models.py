@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from paceline.checkpoint.source import ModelFiles, locate
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.checkpoint.token_bytes import shared_tokens
+from paceline.checkpoint.tokenizer_files import load_backend
+from paceline.config import EngineConfig
 from paceline.drafters.autoregressive import (
     AutoregressiveDrafter,
     DraftHead,
@@ -17,11 +21,12 @@ from paceline.drafters.autoregressive import (
     FeatureHead,
 )
 from paceline.drafters.base import Drafter, NoDrafter
+from paceline.drafters.block import BlockDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.heads.base import HeadSpec
+from paceline.models.heads.base import BlockModel, HeadSpec, check_draft_model
 from paceline.models.heads.registry import HEADS, pick_method
 from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import WeightFormats
@@ -30,8 +35,10 @@ from paceline.models.weight_source import DummyWeights, NamedShapes, WeightSourc
 from paceline.models.weights import open_weights
 from paceline.parallel.groups import ALONE, Groups
 from paceline.sampling.verify import conditional_rates, synthetic_rates
-from paceline.state.pages import LayerPages
+from paceline.speculation import SpeculativeConfig
+from paceline.state.recurrent import LayerStorage
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 FormatsOf = Callable[[ModelFiles], WeightFormats]
 
@@ -43,6 +50,7 @@ class Found:
     files: ModelFiles
     spec: ModelSpec
     head: HeadSpec | None = None  # None: a whole model
+    method: str = ""  # of a draft
     is_draft: bool = False
 
     def local(self, groups: Groups) -> ModelSpec:
@@ -79,7 +87,7 @@ def _about(name: str) -> Iterator[None]:
 
 def _find_draft(config: EngineConfig, target: Found) -> Found | None:
     speculative = config.speculative
-    if speculative is None or speculative.method == "ngram":
+    if speculative is None or speculative.method in ("ngram", "suffix"):
         return None
     method: str = speculative.method
     if method in HEADS and HEADS[method].is_in_target:
@@ -91,29 +99,49 @@ def _find_draft(config: EngineConfig, target: Found) -> Found | None:
         load_format = "dummy" if config.model.load_format == "dummy" else "auto"
         files = locate(name, revision=speculative.revision, load_format=load_format)
         method = pick_method(name, files.config, speculative)
+        _check_quantization(name, files, speculative.quantization)
+    if (files.folder / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{name!r} has a mask_embedding.pt, which replaces a row of the embedding; that is not "
+            "supported. Use a head that stores its mask in embed_tokens."
+        )
     if method in HEADS:
         head = HEADS[method].read(name, files.config, target.spec, speculative)
-        return Found(files, head.layers, head)
+        return Found(files, head.layers, head, method)
     spec = read_spec(files.config)
-    if spec.vocab_size != target.spec.vocab_size:
+    check_draft_model(name, spec, target.spec, may_differ=speculative.use_heterogeneous_vocab)
+    return Found(files, spec, method=method)
+
+
+def _check_quantization(name: str, files: ModelFiles, asked: str | None) -> None:
+    stored = dict(files.config.get("quantization_config") or {}).get("quant_method")
+    found = "gguf" if files.kind == "gguf" else stored
+    if asked is not None and asked != found:
         raise CheckpointError(
-            f"the draft model {name!r} has a vocabulary of {spec.vocab_size} tokens, the target "
-            f"has {target.spec.vocab_size}; a draft model needs the target's vocabulary."
+            f'"quantization" is {asked!r}, but the files of {name!r} say {found!r}; leave it out.'
         )
-    return Found(files, spec)
 
 
 def wanted_length(config: EngineConfig, found: list[Found]) -> tuple[int, bool]:
-    """Positions that sequences may have, and whether somebody asked for them."""
-    longest = min(f.spec.max_position for f in found)
+    """Positions that sequences may have, and whether the user set them."""
+    longest = found[0].spec.max_position
     wanted = config.model.max_model_len
     if wanted is not None and wanted > longest:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {longest} positions that "
-            f"{'these models were' if len(found) > 1 else 'this model was'} made for; lower "
-            "--max-model-len."
+            f"max_model_len {wanted} is more than the {longest} positions that this model was "
+            "made for; lower --max-model-len."
         )
     return wanted or longest, wanted is not None
+
+
+def draft_max_len(config: EngineConfig, found: list[Found], max_model_len: int) -> int | None:
+    """Tokens from which on a request gets no drafts; None: it always gets them.
+
+    The draft's KV is written all the same, as far as the target's.
+    """
+    asked = config.speculative.max_model_len if config.speculative else None
+    longest = min(asked or max_model_len, *(f.spec.max_position for f in found))
+    return longest if longest < max_model_len else None
 
 
 def kv_window(found: list[Found]) -> int | None:
@@ -149,18 +177,48 @@ class Loader:
                 groups=groups,
             )
 
-    def head(self, draft: Found, target: Decoder, layers: list[LayerPages]) -> DraftHead:
+    def head(
+        self, draft: Found, target: Decoder, layers: list[LayerStorage]
+    ) -> DraftHead | BlockHead:
         """The model of a drafter that has one."""
         if draft.head is None:
             max_model_len = len(target.rotation)
-            return DraftModelHead(self._decoder(draft, max_model_len, self.draft_groups), layers)
+            decoder = self._decoder(draft, max_model_len, self.draft_groups)
+            speculative = self.config.speculative
+            if speculative is None or not speculative.use_heterogeneous_vocab:
+                return DraftModelHead(decoder, layers)
+            return self._head_of_other_vocabulary(draft, decoder, layers, target.spec.vocab_size)
         self.progress("weights", 0.0)
         formats = self.formats_of(draft.files)
         shapes = draft.head.shapes(target.spec)
         with self._weights(draft, shapes, formats.device) as weights:
             model = draft.head.load(weights, formats, target, self.draft_groups)
         self.progress("weights", 1.0)
+        if isinstance(model, BlockModel):
+            return BlockHead(model, layers)
         return FeatureHead(model, layers)
+
+    def _head_of_other_vocabulary(
+        self, draft: Found, model: Decoder, layers: list[LayerStorage], vocab_size: int
+    ) -> DraftModelHead:
+        """A draft model, and which of its tokens are the target's, by the bytes of each."""
+        options = self.config.model
+        name = options.tokenizer or options.model
+        revision = None if options.tokenizer else options.revision
+        files = locate(name, revision=revision, with_weights=False)
+        backends = [load_backend(f) for f in (files, draft.files)]
+        pairs = list(shared_tokens(backends[0][0], backends[1][0]))
+        limits = (vocab_size, model.spec.vocab_size)
+        pairs = [(t, d) for t, d in pairs if t < limits[0] and d < limits[1]]
+        if not pairs:
+            raise CheckpointError(
+                f"the draft model {draft.files.name!r} has no token of the target's vocabulary; "
+                "use another draft."
+            )
+        logger.info("the draft has %d of the target's %d tokens", len(pairs), vocab_size)
+        unknown = backends[1][1].named.get("unk_token")
+        unknown_id = backends[1][0].token_to_id(unknown) if unknown else None
+        return DraftModelHead.of_other_vocabulary(model, layers, pairs, unknown_id or 0, limits)
 
     @contextmanager
     def _weights(
@@ -174,13 +232,22 @@ class Loader:
             yield weights
 
 
-def make_drafter(config: SpeculativeConfig | None, head: DraftHead | None) -> Drafter:
-    if config is None:
+class BlockHead(NamedTuple):
+    """A model that drafts blocks, and where its KV is."""
+
+    model: BlockModel
+    layer_pages: list[LayerStorage]
+
+
+def make_drafter(config: SpeculativeConfig | None, head: DraftHead | BlockHead | None) -> Drafter:
+    if config is None or config.method == "suffix":
         return NoDrafter()
     k = config.num_speculative_tokens
     if head is None:
         return NgramDrafter(k, config.prompt_lookup_min, config.prompt_lookup_max)
-    return AutoregressiveDrafter(head, k, config.draft_sample_method == "probabilistic")
+    if isinstance(head, BlockHead):
+        return BlockDrafter(*head, config.draft_sample_method)
+    return AutoregressiveDrafter(head, k, config.draft_sample_method)
 
 
 def forced_rates(config: SpeculativeConfig | None) -> tuple[float, ...] | None:
@@ -188,7 +255,7 @@ def forced_rates(config: SpeculativeConfig | None) -> tuple[float, ...] | None:
 
     None: drafts are verified.
     """
-    if config is None or config.rejection_sample_method == "standard":
+    if config is None or config.rejection_sample_method != "synthetic":
         return None
     rates = config.synthetic_acceptance_rates
     if rates is None:
