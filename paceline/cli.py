@@ -1,6 +1,6 @@
-"""The command line: parses, finds the right command, turns errors into one line and an exit code.
+"""The command line: parses flags, runs a command, turns errors into one line and an exit code.
 
-Never does the work itself; that is `paceline/commands`.
+`paceline/commands` implements the commands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 class Parser(ArgumentParser):
-    """argparse without abbreviations; its errors are ours, and its help is short."""
+    """argparse without abbreviations. Its errors are ConfigErrors, and its help is short."""
 
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", ShortHelp)
@@ -53,7 +53,7 @@ class ShortHelp(argparse.HelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the value is the exit code. Without `argv` this process is ours."""
+    """Run one command and return its exit code. Without `argv` its streams are replaced."""
     if argv is None:
         fill_closed_streams()
         make_lossy("stderr")
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(list(argv))
         finally:
-            sys.stdout.flush()  # also behind --help, which leaves by SystemExit
+            sys.stdout.flush()  # also after --help, which raises SystemExit
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone: say nothing, and keep Python from flushing at exit.
+        # The reader (head, less) has exited: print nothing, and make the flush at exit harmless.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except PacelineError as error:
@@ -97,9 +97,9 @@ def _add_commands(parser: Parser, dest: str, commands: Iterable[tuple[str, Comma
             description=command.summary,
         )
         command.add_arguments(child)
-        child.set_defaults(opening=command.opening)
-        if command.kinds:
-            _add_commands(child, "kind", command.kinds)
+        child.set_defaults(start_message=command.start_message)
+        if command.subcommands:
+            _add_commands(child, "kind", command.subcommands)
 
 
 def _run(argv: list[str]) -> int:
@@ -113,13 +113,13 @@ def _run(argv: list[str]) -> int:
     if path is not None:
         leaf.set_defaults(**read_config_file(path, leaf))
     args: Namespace = parser.parse_args(argv)
-    if args.opening is not None:
-        print(f"Paceline {__version__}: {args.opening(args)}", file=sys.stderr)
+    if args.start_message is not None:
+        print(f"Paceline {__version__}: {args.start_message(args)}", file=sys.stderr)
     return _command(args.command)(args)
 
 
 def _command(name: str) -> Callable[[Namespace], int]:
-    """The function behind a verb; imported only now, so that the others cost nothing."""
+    """The function of a command. Other commands are not imported."""
     module = importlib.import_module(f"paceline.commands.{name}")
     run: Callable[[Namespace], int] = module.run
     return run
@@ -138,7 +138,7 @@ def _find_leaf(parser: ArgumentParser, argv: list[str]) -> tuple[ArgumentParser,
 
 
 def _check_flags(parser: ArgumentParser, rest: list[str]) -> None:
-    """An unknown flag is answered before argparse can mistake its value for something else."""
+    """Refuse unknown flags here: argparse may take their values for positional arguments."""
     known = {option for action in parser._actions for option in action.option_strings}
     for token in rest:
         if token == "--":
@@ -156,7 +156,7 @@ def _check_flags(parser: ArgumentParser, rest: list[str]) -> None:
 
 
 def _config_path(rest: list[str]) -> str | None:
-    """The file of --config, before anything is parsed: its values are the parser's defaults."""
+    """The file of --config. It is read before parsing: its values are the parser's defaults."""
     for token, following in pairwise([*rest, ""]):
         if token == "--config":
             return following or None

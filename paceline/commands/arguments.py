@@ -1,6 +1,6 @@
-"""Flags made from dataclass fields, and values made from flags. The one place that knows both.
+"""Makes flags from dataclass fields, and configuration from parsed flags.
 
-Never decides what a value means: dataclasses check themselves.
+The dataclasses check the values.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from paceline.config import EngineConfig, option_fields, refuse_by_name
 from paceline.errors import ConfigError, nearest
 from paceline.request import SamplingParams
-
-# Without a MODEL the default one is served, and it gets the drafter that needs no second model.
-DEFAULT_SPECULATION = {"method": "ngram", "num_speculative_tokens": 5}
+from paceline.speculation import AUTO, DEFAULT_SPECULATION, SHORT_NAMES, parse_speculative_config
 
 _GROUP_TITLES = {
     "model": "model",
     "cache": "KV cache",
     "scheduler": "scheduling",
     "device": "device and ranks",
+    "nodes": "several machines",
 }
 _SIZES = re.compile(r".*_bytes|max_model_len|max_num_batched_tokens")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# The sampling options worth a flag; a line of JSONL input may carry any of them.
+# Sampling options that have a flag. A line of JSONL input may set all sampling options.
 _SAMPLING_FLAGS = {
     "max_tokens": "most tokens to generate",
     "temperature": "0 is greedy",
-    "top_p": "keep the most likely tokens up to this mass",
+    "top_p": "keep the most likely tokens up to this total probability",
     "top_k": "keep this many of the most likely tokens (0: all)",
-    "min_p": "drop tokens below this share of the most likely one",
+    "min_p": "drop tokens less likely than this share of the most likely one",
     "stop": "strings that end the answer",
     "ignore_eos": "generate past the end-of-sequence token",
 }
@@ -50,45 +49,48 @@ def flag(name: str) -> str:
 def add_engine_arguments(parser: ArgumentParser, *, shown: bool = True) -> None:
     """MODEL, one flag per engine option, --speculative-config and --config.
 
-    `paceline serve --help` shows them; the other commands take them and point there.
+    `paceline serve --help` lists them; the help of other commands refers to it.
     """
     groups: dict[str, Any] = {}
     for group, option, hint in option_fields():
-        text = str(option.metadata["help"])
         if option.name == "model":
-            parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+            parser.add_argument("model", nargs="?", metavar="MODEL", help=_help_text(option))
             continue
         if group not in groups:
             groups[group] = parser.add_argument_group(_GROUP_TITLES[group])
-        text = _with_default(text, _shown_default(option)) if shown else argparse.SUPPRESS
+        text = _help_text(option) if shown else argparse.SUPPRESS
         _add_flag(groups[group], option.name, hint, text)
     drafts = parser.add_argument_group("speculation")
-    drafts.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        type=speculative_config,
-        help='{"method": "ngram", "num_speculative_tokens": 5} (the default without MODEL) or none'
-        if shown
-        else argparse.SUPPRESS,
+    texts = {
+        "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 5} (the default '
+        "without MODEL), a file of it (@FILE or FILE) or none",
+        "--spec-method": "its method, without JSON",
+        "--spec-model": "its model: the draft",
+        "--spec-tokens": "its num_speculative_tokens, or auto",
+    }
+    kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "--speculative-config": ("JSON", speculative_config),
+        "--spec-tokens": ("N", lambda text: AUTO if text == AUTO else int(text)),
+    }
+    for name, text in texts.items():
+        metavar, kind = kinds.get(name, ("TEXT", str))
+        text = text if shown else argparse.SUPPRESS
+        drafts.add_argument(name, metavar=metavar, type=kind, help=text)
+    parser.add_argument(
+        "--config", metavar="FILE", help="JSON or TOML file of these flags; flags given here win"
     )
-    add_config_argument(parser)
     if not shown:
         parser.epilog = (
             "Also takes the engine flags of `paceline serve --help` (model to speculation)."
         )
 
 
-def add_dataclass_arguments(
-    parser: ArgumentParser, title: str, options: type[Any], *, skip: Iterable[str] = ()
-) -> None:
-    """One flag per field of `options`, in a group of its own; metadata["help"] is the help."""
+def add_dataclass_arguments(parser: ArgumentParser, title: str, options: type[Any]) -> None:
+    """One flag per field of `options`, in a help group with this title."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(options)
     for option in fields(options):
-        if option.name not in skip:
-            text = str(option.metadata.get("help", ""))
-            text = _with_default(text, _shown_default(option))
-            _add_flag(group, option.name, hints[option.name], text)
+        _add_flag(group, option.name, hints[option.name], _help_text(option))
 
 
 def add_sampling_arguments(parser: ArgumentParser) -> None:
@@ -99,20 +101,14 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
         _add_flag(group, name, hint, text)
 
 
-def add_config_argument(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="FILE", help="JSON or TOML file of these flags; flags given here win"
-    )
-
-
 def engine_keywords(args: Namespace) -> dict[str, Any]:
-    """What was asked of the engine; what was not given is left out."""
+    """The engine options that were given, by flat name."""
     names = [option.name for _, option, _ in option_fields()]
-    keywords = {n: getattr(args, n) for n in names if getattr(args, n, None) is not None}
-    spec = args.speculative_config
-    if spec is None and not keywords.get("model"):
+    keywords = _given(args, [*names, *SHORT_NAMES])
+    spec, is_short = args.speculative_config, not SHORT_NAMES.keys().isdisjoint(keywords)
+    if spec is None and not keywords.get("model") and not is_short:
         spec = DEFAULT_SPECULATION
-    if spec:  # {} is --speculative-config none
+    if spec or (is_short and spec is not None):  # {} is --speculative-config none
         keywords["speculative_config"] = spec
     return keywords
 
@@ -121,34 +117,30 @@ def engine_config(args: Namespace) -> EngineConfig:
     return EngineConfig.from_keywords(**engine_keywords(args))
 
 
-def dataclass_from(args: Namespace, options: type[Any], **more: Any) -> Any:
-    """An `options` with every field that was given; the others keep their defaults."""
-    given = {f.name: getattr(args, f.name, None) for f in fields(options)}
+def dataclass_from(args: Namespace, options: type[Any]) -> Any:
+    """An `options` from the flags that were given; other fields keep their defaults."""
+    given = _given(args, (f.name for f in fields(options)))
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return options(**{n: v for n, v in given.items() if v is not None}, **more)
+    return options(**given)
 
 
 def sampling_keywords(args: Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name, None) for name in _SAMPLING_FLAGS}
-    return {name: value for name, value in given.items() if value is not None}
+    return _given(args, _SAMPLING_FLAGS)
+
+
+def _given(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def speculative_config(text: str) -> dict[str, Any]:
-    if text.strip().lower() == "none":
-        return {}
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        example = json.dumps(DEFAULT_SPECULATION)
-        message = f"not JSON ({error}); write it like '{example}', or none"
-        raise argparse.ArgumentTypeError(message) from None
-    if not isinstance(value, dict) or not value:
-        raise argparse.ArgumentTypeError(f"must be a JSON object or none, got {text!r}")
-    return value
+        return parse_speculative_config(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_config_file(path: str, parser: ArgumentParser) -> dict[str, Any]:
-    """The values of a --config file by destination; every key must be a flag of `parser`."""
+    """The values of a --config file by argparse dest. Each key must be a flag of `parser`."""
     values = _parse_file(Path(path))
     actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config")}
     found = {}
@@ -184,10 +176,6 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
-def _with_default(text: str, default: str | None) -> str:
-    return text if default is None else f"{text} [{default}]"
-
-
 def _add_flag(group: Any, name: str, hint: Any, text: str) -> None:
     hint = _without_none(hint)
     if hint is bool:
@@ -211,20 +199,19 @@ def _metavar(kind: type) -> str:
 
 
 def _without_none(hint: Any) -> Any:
-    """`int` for `int | None`; a longer union is read as text."""
+    """`int` for `int | None`; `str` for a longer union."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     kinds = [a for a in get_args(hint) if a is not type(None)]
     return kinds[0] if len(kinds) == 1 else str
 
 
-def _shown_default(option: Field[Any]) -> str | None:
-    default = option.default
-    if default is MISSING or default is None or default == () or default == "":
-        return None
-    if isinstance(default, bool):
-        return "on" if default else None
-    return str(default)
+def _help_text(option: Field[Any]) -> str:
+    """The help of a field, with its default unless that is empty or off."""
+    text, default = str(option.metadata["help"]), option.default
+    if default in (MISSING, None, (), "") or default is False:
+        return text
+    return f"{text} [{'on' if default is True else default}]"
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
@@ -246,7 +233,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
 
 
 def _file_value(path: str, key: str, value: Any, action: argparse.Action) -> Any:
-    """The value as the flag would have given it; a wrong type is an error here, not a guess."""
+    """The value as the flag would parse it. A wrong type is an error."""
     if isinstance(action, BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: {key} must be true or false, got {value!r}.")

@@ -1,4 +1,4 @@
-"""`paceline bench`: latency and throughput of the engine alone; `serve` measures over HTTP."""
+"""`paceline bench`: latency and throughput of the engine; `bench serve` measures over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.commands import bench_serve
 from paceline.commands.arguments import engine_config
-from paceline.commands.prompts import Prompt
+from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import (
     acceptance,
     acceptance_rows,
@@ -21,6 +21,7 @@ from paceline.commands.report import (
     spread_rows,
     step_rows,
     step_times,
+    token_latency_rows,
 )
 from paceline.commands.session import Answer, Session, open_session
 from paceline.errors import ConfigError
@@ -63,15 +64,15 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def begin(session: Session, args: Namespace) -> None:
-    """Warm-up is over: what steps take counts from here on."""
+def end_warm_up(session: Session, args: Namespace) -> None:
+    """End the warm-up: step times and the trace start here."""
     session.client.stats.recent.clear()
     if args.trace is not None:
         session.client.start_trace()
 
 
 def _writable(path: str | None) -> Path | None:
-    """A measurement must not end with a file that cannot be written."""
+    """Fail before the measurement if the file cannot be written."""
     if path is None:
         return None
     try:
@@ -82,7 +83,7 @@ def _writable(path: str | None) -> Path | None:
 
 
 def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The same batch shape again and again, each time with prompts the prefix cache never saw."""
+    """Batches of the same size, each with new prompts, so that the prefix cache has no hits."""
     prompts = RandomPrompts(session, args.input_len, args.seed or 0)
     params = _fixed_length(args.output_len)
     progress = ProgressLine(args.num_iters_warmup + args.num_iters, "Batches")
@@ -91,7 +92,7 @@ def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tup
     for number in range(args.num_iters_warmup + args.num_iters):
         batch = prompts.take(args.batch_size)
         if number == args.num_iters_warmup:
-            begin(session, args)
+            end_warm_up(session, args)
         started_s = time.perf_counter()
         batch_answers = [session.submit(prompt, params) for prompt in batch]
         session.wait(batch_answers)
@@ -106,29 +107,27 @@ def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tup
         "input_len": args.input_len,
         "output_len": args.output_len,
         "latency_ms": spread(batch_s, 1e3),
-        "ttft_ms": spread(first_token_s(answers), 1e3),
-        "tpot_ms": spread(time_per_token_s(answers), 1e3),
+        **token_latencies(answers),
         "output_tokens_per_s": round(tokens_per_s, 2),
     }
     rows = [
         ("Batches", f"{len(batch_s)} of {args.batch_size} requests"),
         ("Tokens", f"{args.input_len} in, {args.output_len} out"),
         *spread_rows("Latency of a batch", "ms", result["latency_ms"]),
-        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
-        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+        *token_latency_rows(result),
         ("Output", f"{tokens_per_s:,.1f} tok/s"),
     ]
     return result, rows
 
 
 def throughput(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Everything at once; the clock stops with the last token."""
+    """All requests at once, timed until the last token."""
     prompts = RandomPrompts(session, args.input_len, args.seed or 0)
     params = _fixed_length(args.output_len)
-    session.wait([session.submit(prompt, params) for prompt in prompts.take(1)])  # warm
+    session.wait([session.submit(prompt, params) for prompt in prompts.take(1)])  # warm-up
     batch = prompts.take(args.num_prompts)
     progress = ProgressLine(args.num_prompts, "Requests")
-    begin(session, args)
+    end_warm_up(session, args)
     started_s = time.perf_counter()
     answers = [session.submit(prompt, params) for prompt in batch]
     for answer in answers:
@@ -146,21 +145,19 @@ def throughput(session: Session, args: Namespace) -> tuple[dict[str, Any], list[
         "requests_per_s": round(args.num_prompts / elapsed_s, 4),
         "output_tokens_per_s": round(num_out / elapsed_s, 2),
         "total_tokens_per_s": round((num_in + num_out) / elapsed_s, 2),
-        "ttft_ms": spread(first_token_s(answers), 1e3),
-        "tpot_ms": spread(time_per_token_s(answers), 1e3),
+        **token_latencies(answers),
     }
     rows = [
         ("Requests", f"{args.num_prompts} in {elapsed_s:.2f} s, {result['requests_per_s']:.2f}/s"),
         ("Output", f"{result['output_tokens_per_s']:,.1f} tok/s"),
         ("Input and output", f"{result['total_tokens_per_s']:,.1f} tok/s"),
-        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
-        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+        *token_latency_rows(result),
     ]
     return result, rows
 
 
 class RandomPrompts:
-    """Prompts of random ordinary tokens, seeded; no two of them alike."""
+    """Different prompts of random tokens that are not special. Seeded."""
 
     def __init__(self, session: Session, length: int, seed: int) -> None:
         special = session.client.tokenizer.special_ids if session.client.front.tokenizer else ()
@@ -168,23 +165,21 @@ class RandomPrompts:
         self._length = length
         self._random = random.Random(seed)
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int) -> list[PromptRecord]:
         draw = self._random.choices
-        return [Prompt(token_ids=draw(self._ids, k=self._length)) for _ in range(count)]
+        return [PromptRecord(token_ids=draw(self._ids, k=self._length)) for _ in range(count)]
 
 
-def first_token_s(answers: list[Answer]) -> list[float]:
-    return [a.arrivals[0][0] - a.metrics.arrival_time for a in answers if a.arrivals]
-
-
-def time_per_token_s(answers: list[Answer]) -> list[float]:
-    """Mean time of the tokens after those that came first, one value per answer."""
-    found = []
+def token_latencies(answers: list[Answer]) -> dict[str, dict[str, float]]:
+    """Time to first token, and mean time of the tokens after the first arrival, per answer."""
+    ttft_s, tpot_s = [], []
     for answer in answers:
-        if len(answer.arrivals) > 1:
+        if answer.arrivals:
             first, last = answer.arrivals[0], answer.arrivals[-1]
-            found.append((last[0] - first[0]) / (answer.num_tokens - first[1]))
-    return found
+            ttft_s.append(first[0] - answer.metrics.arrival_time)
+            if len(answer.arrivals) > 1:
+                tpot_s.append((last[0] - first[0]) / (answer.num_tokens - first[1]))
+    return {"ttft_ms": spread(ttft_s, 1e3), "tpot_ms": spread(tpot_s, 1e3)}
 
 
 def _fixed_length(output_len: int) -> SamplingParams:

@@ -1,6 +1,6 @@
-"""`paceline bench serve`: an open-loop load on a server. Requests leave on their own schedule.
+"""`paceline bench serve`: an open-loop load on a server.
 
-The next request does not wait for the last answer, also when the server falls behind.
+Requests are sent at scheduled times, whether or not earlier ones have been answered.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.commands.arguments import engine_keywords, flag
-from paceline.commands.http_stream import Endpoint, HttpFailure, Unreachable, get, post_events
-from paceline.commands.prompts import Prompt, read_prompts
+from paceline.commands.http_stream import Endpoint, RequestFailed, Unreachable, get, post_events
+from paceline.commands.prompts import PromptRecord, read_prompts
 from paceline.commands.report import (
     acceptance,
     acceptance_rows,
@@ -31,6 +31,7 @@ from paceline.commands.report import (
     publish,
     spread,
     spread_rows,
+    token_latency_rows,
 )
 from paceline.errors import ConfigError, EngineDead
 from paceline.observe.progress import ProgressLine
@@ -47,8 +48,8 @@ _WORDS = (
 
 
 @dataclass
-class Shot:
-    """One request and what was seen of it. Times are time.perf_counter."""
+class RequestTiming:
+    """Times and counts of one request. Times are time.perf_counter."""
 
     sent_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)
@@ -72,7 +73,7 @@ def run(args: Namespace) -> int:
         if given := sorted(set(keywords) - {"speculative_config", "seed"}):
             flags = ", ".join(map(flag, given))
             raise ConfigError(
-                f"--base-url measures a running server; give {flags} where that one is started."
+                f"--base-url measures a running server; give {flags} when you start that server."
             )
         return asyncio.run(measure(args, Endpoint.parse(args.base_url, args.api_key)))
     with own_server(keywords) as endpoint:
@@ -83,59 +84,57 @@ async def measure(args: Namespace, endpoint: Endpoint) -> int:
     try:
         model = json.loads(await get(endpoint, "/v1/models"))["data"][0]["id"]
         before = await scrape(endpoint)
-    except (HttpFailure, ValueError, KeyError, IndexError) as error:
-        says = (
-            error if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: {error}"
-        )
-        raise EngineDead(str(says)) from None
+    except (RequestFailed, ValueError, KeyError, IndexError) as error:
+        where = "" if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: "
+        raise EngineDead(f"{where}{error}") from None
     prompts = load_prompts(args)
     started_s = time.perf_counter()
-    shots = await fire(args, endpoint, model, prompts)
+    timings = await send_requests(args, endpoint, model, prompts)
     elapsed_s = time.perf_counter() - started_s
     after = await scrape(endpoint)
-    result = summarise(shots, elapsed_s, args) | drafts_between(before, after)
+    result = summarise(timings, elapsed_s, args) | drafts_between(before, after)
     record = {"bench": "serve", "model": model, "machine": machine(), "results": result}
     publish(record, table(result), args.output_json)
-    failed = [shot.error for shot in shots if shot.error]
+    failed = [timing.error for timing in timings if timing.error]
     if failed:
         print(f"paceline: {len(failed)} requests failed, the first: {failed[0]}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def load_prompts(args: Namespace) -> list[Prompt]:
-    """The data set, over and over if it is short; or random words."""
+def load_prompts(args: Namespace) -> list[PromptRecord]:
+    """Prompts of the data set, repeated if it is too short; or random words."""
     if args.dataset_path is not None:
         found = read_prompts(args.dataset_path)
         return [found[i % len(found)] for i in range(args.num_prompts)]
     words = random.Random(args.seed or 0)
     vocabulary = _WORDS.split()
     texts = (" ".join(words.choices(vocabulary, k=args.input_len)) for _ in range(args.num_prompts))
-    return [Prompt(text=text) for text in texts]
+    return [PromptRecord(text=text) for text in texts]
 
 
-async def fire(
-    args: Namespace, endpoint: Endpoint, model: str, prompts: list[Prompt]
-) -> list[Shot]:
-    """Send each request at its time, whatever has become of the earlier ones."""
+async def send_requests(
+    args: Namespace, endpoint: Endpoint, model: str, prompts: list[PromptRecord]
+) -> list[RequestTiming]:
+    """Send each request at its scheduled time."""
     gaps = random.Random(args.seed or 0)
-    gate = asyncio.Semaphore(args.max_concurrency or len(prompts))
+    limiter = asyncio.Semaphore(args.max_concurrency or len(prompts))
     progress = ProgressLine(len(prompts), "Requests")
-    tasks: list[asyncio.Task[Shot]] = []
+    tasks: list[asyncio.Task[RequestTiming]] = []
     due_s = time.perf_counter()
     for prompt in prompts:
         await asyncio.sleep(due_s - time.perf_counter())
-        shot = one_request(endpoint, request_body(prompt, model, args), gate)
-        tasks.append(asyncio.create_task(shot))
+        timing = one_request(endpoint, request_body(prompt, model, args), limiter)
+        tasks.append(asyncio.create_task(timing))
         tasks[-1].add_done_callback(lambda t: progress.update(1, t.result().num_out))
         if math.isfinite(args.request_rate):
             scale = 1 / (args.request_rate * args.burstiness)
             due_s += gaps.gammavariate(args.burstiness, scale)
-    shots = await asyncio.gather(*tasks)
+    timings = await asyncio.gather(*tasks)
     progress.close()
-    return shots
+    return timings
 
 
-def request_body(prompt: Prompt, model: str, args: Namespace) -> dict[str, Any]:
+def request_body(prompt: PromptRecord, model: str, args: Namespace) -> dict[str, Any]:
     body = {
         "model": model,
         "max_tokens": args.output_len,
@@ -146,59 +145,61 @@ def request_body(prompt: Prompt, model: str, args: Namespace) -> dict[str, Any]:
     if prompt.messages is not None:
         return body | {"messages": prompt.messages} | dict(prompt.sampling)
     asked = prompt.text if prompt.token_ids is None else prompt.token_ids
-    # Random words have no natural end; a data set's prompts do.
+    # Answers to random words have no natural end, so their length is fixed.
     fixed = {} if args.dataset_path is not None else {"ignore_eos": True}
     return body | {"prompt": asked} | fixed | dict(prompt.sampling)
 
 
-async def one_request(endpoint: Endpoint, body: dict[str, Any], gate: asyncio.Semaphore) -> Shot:
-    shot = Shot()
+async def one_request(
+    endpoint: Endpoint, body: dict[str, Any], limiter: asyncio.Semaphore
+) -> RequestTiming:
+    timing = RequestTiming()
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    async with gate:
-        shot.sent_s = time.perf_counter()
+    async with limiter:
+        timing.sent_s = time.perf_counter()
         try:
             async for event in post_events(endpoint, path, body):
-                take_event(shot, event)
-        except HttpFailure as error:
-            shot.error = str(error)
-        shot.done_s = time.perf_counter()
-    return shot
+                take_event(timing, event)
+        except RequestFailed as error:
+            timing.error = str(error)
+        timing.done_s = time.perf_counter()
+    return timing
 
 
-def take_event(shot: Shot, event: dict[str, Any]) -> None:
+def take_event(timing: RequestTiming, event: dict[str, Any]) -> None:
     for choice in event.get("choices", ()):
         if choice.get("text") or choice.get("delta", {}).get("content"):
-            shot.arrivals_s.append(time.perf_counter())
+            timing.arrivals_s.append(time.perf_counter())
     if usage := event.get("usage"):
-        shot.num_in = usage["prompt_tokens"]
-        shot.num_out = usage["completion_tokens"]
+        timing.num_in = usage["prompt_tokens"]
+        timing.num_out = usage["completion_tokens"]
 
 
-def summarise(shots: list[Shot], elapsed_s: float, args: Namespace) -> dict[str, Any]:
-    good = [shot for shot in shots if shot.error is None]
-    seen = [shot for shot in good if shot.arrivals_s]
-    num_out = sum(shot.num_out for shot in good)
+def summarise(timings: list[RequestTiming], elapsed_s: float, args: Namespace) -> dict[str, Any]:
+    good = [timing for timing in timings if timing.error is None]
+    seen = [timing for timing in good if timing.arrivals_s]
+    num_out = sum(timing.num_out for timing in good)
     rate = args.request_rate
     tpot = [
-        (shot.arrivals_s[-1] - shot.arrivals_s[0]) / (shot.num_out - 1)
-        for shot in seen
-        if shot.num_out > 1
+        (timing.arrivals_s[-1] - timing.arrivals_s[0]) / (timing.num_out - 1)
+        for timing in seen
+        if timing.num_out > 1
     ]
     return {
-        "num_prompts": len(shots),
+        "num_prompts": len(timings),
         "completed": len(good),
-        "failed": len(shots) - len(good),
+        "failed": len(timings) - len(good),
         "request_rate": rate if math.isfinite(rate) else "inf",
         "max_concurrency": args.max_concurrency,
         "elapsed_s": round(elapsed_s, 4),
         "requests_per_s": round(len(good) / elapsed_s, 4),
-        "input_tokens": sum(shot.num_in for shot in good),
+        "input_tokens": sum(timing.num_in for timing in good),
         "output_tokens": num_out,
         "output_tokens_per_s": round(num_out / elapsed_s, 2),
-        "ttft_ms": spread([shot.arrivals_s[0] - shot.sent_s for shot in seen], 1e3),
+        "ttft_ms": spread([timing.arrivals_s[0] - timing.sent_s for timing in seen], 1e3),
         "tpot_ms": spread(tpot, 1e3),
-        "itl_ms": spread([gap for shot in seen for gap in shot.gaps_s], 1e3),
-        "e2e_ms": spread([shot.done_s - shot.sent_s for shot in good], 1e3),
+        "itl_ms": spread([gap for timing in seen for gap in timing.gaps_s], 1e3),
+        "e2e_ms": spread([timing.done_s - timing.sent_s for timing in good], 1e3),
     }
 
 
@@ -209,8 +210,7 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("Requests", f"{counts} in {result['elapsed_s']:.2f} s"),
         ("Request rate", asked),
         ("Output", f"{result['output_tokens_per_s']:,.1f} tok/s"),
-        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
-        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+        *token_latency_rows(result),
         *spread_rows("Inter-token latency", "ms", result["itl_ms"]),
         *spread_rows("End to end", "ms", result["e2e_ms"]),
         *acceptance_rows(result),
@@ -218,10 +218,10 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 async def scrape(endpoint: Endpoint) -> dict[str, float]:
-    """The server's counters of drafts by stem, whoever's prefix they carry; empty without any."""
+    """The server's draft counters by name without prefix (paceline:, vllm:); {} if it has none."""
     try:
         text = await get(endpoint, "/metrics")
-    except HttpFailure:
+    except RequestFailed:
         return {}
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -243,7 +243,7 @@ def drafts_between(before: dict[str, float], after: dict[str, float]) -> dict[st
 
 @contextlib.contextmanager
 def own_server(keywords: dict[str, Any]) -> Iterator[Endpoint]:
-    """`paceline serve` with these options on a free port, for the length of the block."""
+    """Within the block, `paceline serve` runs with these options on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = Endpoint("127.0.0.1", probe.getsockname()[1])
@@ -271,7 +271,7 @@ async def _until_ready(process: subprocess.Popen[bytes], endpoint: Endpoint) -> 
     while time.monotonic() < deadline_s:
         if (code := process.poll()) is not None:
             raise EngineDead(f"The server ended with code {code} before it was ready.")
-        with contextlib.suppress(HttpFailure):
+        with contextlib.suppress(RequestFailed):
             await get(endpoint, "/readyz")
             return
         await asyncio.sleep(0.1)

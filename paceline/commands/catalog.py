@@ -1,6 +1,6 @@
-"""Every command with its summary and flags. Imports nothing heavy: `--help` must be quick.
+"""All commands with their summaries and flags. No slow imports, so that `--help` is fast.
 
-What a command does is in the module of its name.
+The module with the name of a command implements it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def _loading(args: Namespace) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """One verb of the command line; a verb with `kinds` has commands of its own below it.
+    """One command. `subcommands` are its second level, as in `paceline bench latency`.
 
-    `opening` says what the command begins to do, before slow imports. It refuses wrong flags.
+    `start_message` is printed before slow imports. It raises ConfigError for wrong values.
     """
 
     summary: str
-    usage: str
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
-    opening: Callable[[Namespace], str] | None = _loading
-    kinds: tuple[tuple[str, Command], ...] = ()
+    usage: str = "[MODEL] [options]"
+    start_message: Callable[[Namespace], str] | None = _loading
+    subcommands: tuple[tuple[str, Command], ...] = ()
 
 
 def _serve(parser: ArgumentParser) -> None:
@@ -86,14 +86,16 @@ def _bench_throughput(parser: ArgumentParser) -> None:
 
 def _bench_serve(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    _text(group, "--base-url", "URL", "a running server [one that this command starts]")
+    _text(group, "--base-url", "URL", "URL of a running server [this command starts one]")
     _text(group, "--api-key", "TEXT", "API key of that server")
     group = parser.add_argument_group("load")
     _number(group, "--num-prompts", 100, "number of requests")
-    _text(group, "--dataset-path", "FILE", "prompts, as `paceline generate` reads them")
+    _text(group, "--dataset-path", "FILE", "file of prompts in the format of `paceline generate`")
     _lengths(group, "words")
     _number(group, "--request-rate", math.inf, "requests per second; inf is all at once")
-    _number(group, "--burstiness", 1.0, "1 is a Poisson process, less is bursts, more is even")
+    _number(
+        group, "--burstiness", 1.0, "1 is a Poisson process; lower is more bursty, higher more even"
+    )
     _number(group, "--max-concurrency", None, "most requests in flight")
     _number(group, "--temperature", 0.0, "0 is greedy")
     add_engine_arguments(parser, shown=False)
@@ -137,50 +139,41 @@ def _trace(group: Any) -> None:
 
 
 _BENCHES = (
-    (
-        "latency",
-        Command("Latency of a batch, measured several times.", "[MODEL] [options]", _bench_latency),
-    ),
-    (
-        "throughput",
-        Command(
-            "Tokens per second with all requests at once.", "[MODEL] [options]", _bench_throughput
-        ),
-    ),
+    ("latency", Command("Latency of a batch, measured several times.", _bench_latency)),
+    ("throughput", Command("Tokens per second with all requests at once.", _bench_throughput)),
     (
         "serve",
         Command(
             "Rates and latencies of a server under load.",
-            "[MODEL] [options]",
             _bench_serve,
-            lambda args: f"measuring {args.base_url or 'a server that this command starts'}",
+            start_message=lambda args: f"measuring {args.base_url or 'a server that it starts'}",
         ),
     ),
 )
 
 COMMANDS = {
-    "serve": Command("Serve a model over HTTP, as OpenAI's API.", "[MODEL] [options]", _serve),
+    "serve": Command("Serve a model over HTTP, as OpenAI's API.", _serve),
     "generate": Command(
-        "Answer a file of prompts; JSONL out, in the order of the input.",
-        "[MODEL] [--input FILE] [--output FILE] [options]",
+        "Answer a file of prompts; writes JSONL in the order of the input.",
         _generate,
+        usage="[MODEL] [--input FILE] [--output FILE] [options]",
     ),
-    "chat": Command("Talk to a model in the terminal.", "[MODEL] [options]", _chat),
+    "chat": Command("Talk to a model in the terminal.", _chat),
     "bench": Command(
         "Measure latency, throughput, or a server under load.",
-        "{latency,throughput,serve} [MODEL] [options]",
-        kinds=_BENCHES,
+        usage="{latency,throughput,serve} [MODEL] [options]",
+        subcommands=_BENCHES,
     ),
     "convert": Command(
         "Write a GGUF file as a folder of safetensors.",
-        "GGUF DIR [options]",
         _convert,
-        lambda args: f"converting {args.gguf}",
+        usage="GGUF DIR [options]",
+        start_message=lambda args: f"converting {args.gguf}",
     ),
     "doctor": Command(
-        "What this machine has, what Paceline would use, what is missing.",
-        "[--json]",
+        "Show what this machine has, what Paceline would use, and what is missing.",
         _doctor,
-        opening=None,  # its report begins at once
+        usage="[--json]",
+        start_message=None,  # its report begins at once
     ),
 }

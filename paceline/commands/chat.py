@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation in the terminal. Streams, and says what each answer cost."""
+"""`paceline chat`: a conversation in the terminal, with tokens and speed of each answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import sys
 from argparse import Namespace
 
-from paceline.commands.arguments import (
-    engine_config,
-    sampling_keywords,
-)
-from paceline.commands.prompts import Prompt
+from paceline.commands.arguments import engine_config, sampling_keywords
+from paceline.commands.prompts import PromptRecord
 from paceline.commands.session import Answer, Session, open_session
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams
@@ -30,7 +27,7 @@ def run(args: Namespace) -> int:
 
 
 class Conversation:
-    """The messages so far, and the loop that adds to them."""
+    """The messages so far, and the loop that reads and answers lines."""
 
     def __init__(self, session: Session, params: SamplingParams, system_prompt: str | None) -> None:
         self._session = session
@@ -54,12 +51,12 @@ class Conversation:
                 self._ask(line)
 
     def _read(self) -> str | None:
-        """The next line; None at the end. Ctrl-C at the prompt only clears the line."""
+        """The next line; None at the end of input. Ctrl-C clears the line."""
         while True:
             try:
                 return input("> " if sys.stdin.isatty() else "")
             except EOFError:
-                print(file=sys.stderr)  # the shell's next prompt gets a line of its own
+                print(file=sys.stderr)  # so that the shell's prompt begins a new line
                 return None
             except KeyboardInterrupt:
                 print(f"\n{HELP}", file=sys.stderr)
@@ -67,7 +64,7 @@ class Conversation:
     def _ask(self, line: str) -> None:
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
-            answer = self._session.submit(Prompt(messages=asked), self._params)
+            answer = self._session.submit(PromptRecord(messages=asked), self._params)
         except InvalidRequest as error:
             print(f"{error} /reset starts again.", file=sys.stderr)
             return

@@ -1,4 +1,4 @@
-"""`paceline convert`: a GGUF file as a Hugging Face folder. The work is checkpoint/convert.py."""
+"""`paceline convert`: writes a GGUF file as a Hugging Face folder (checkpoint/convert.py)."""
 
 from __future__ import annotations
 

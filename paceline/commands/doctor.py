@@ -1,6 +1,6 @@
-"""`paceline doctor`: what this machine has, what Paceline would use, what is missing and the fix.
+"""`paceline doctor`: what this machine has, what Paceline would use, what is missing and its fix.
 
-Runs on the standard library alone, so that it can speak when an installation is broken.
+Needs only the standard library, so that it works in a broken installation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.commands.machine import cpu_info, package_version
 from paceline.config import cache_dir
 from paceline.observe.memory import host_memory
 
@@ -30,7 +30,7 @@ CORE_PACKAGES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hu
 CPU_PACKAGES = ("numba",)
 SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client")
 _SERVER_FIX = "pip install 'paceline[server]'"
-# Asked in a process of its own: a torch that crashes on import must not take the doctor along.
+# Runs in a separate process, because importing a broken torch may crash.
 _PROBE = """
 import json, torch
 gpus = []
@@ -57,7 +57,7 @@ print(json.dumps({
 
 @dataclass
 class Finding:
-    """One line of the report; `fix` is the command that mends it."""
+    """One line of the report. `fix` is a command that repairs it."""
 
     state: State
     text: str
@@ -66,7 +66,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """Findings by section. `is_shown` prints each one as it is found: some of them take seconds."""
+    """Findings by section. With `is_shown` each is printed at once, because some take seconds."""
 
     is_shown: bool
     sections: dict[str, list[Finding]] = field(default_factory=dict)
@@ -83,8 +83,8 @@ class Report:
         return [finding for found in self.sections.values() for finding in found]
 
     @property
-    def is_able(self) -> bool:
-        """Nothing that Paceline needs is missing."""
+    def is_complete(self) -> bool:
+        """Whether everything that Paceline needs is there."""
         return all(finding.state != "missing" for finding in self.findings)
 
 
@@ -92,10 +92,10 @@ def run(args: Namespace) -> int:
     report = Report(is_shown=not args.json)
     examine(report)
     if args.json:
-        print(json.dumps({"ok": report.is_able, **asdict(report)["sections"]}, indent=2))
+        print(json.dumps({"ok": report.is_complete, **asdict(report)["sections"]}, indent=2))
     else:
         print(f"\n{verdict(report)}")
-    return 0 if report.is_able else 1
+    return 0 if report.is_complete else 1
 
 
 def examine(report: Report) -> None:
@@ -119,7 +119,7 @@ def verdict(report: Report) -> str:
 
 
 def probe_torch() -> dict[str, Any]:
-    """What torch says of itself; {"error": ...} when it cannot be imported."""
+    """Version, GPUs and features of torch; {"error": ...} if it cannot be imported."""
     command = [sys.executable, "-c", _PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -135,7 +135,7 @@ def probe_torch() -> dict[str, Any]:
 
 def _python(report: Report) -> None:
     report.add("Software", "ok", f"Python {platform.python_version()} ({sys.executable})")
-    own = _version("paceline")
+    own = package_version("paceline")
     report.add("Software", "ok" if own else "note", f"paceline {own or '(not installed)'}")
 
 
@@ -151,14 +151,14 @@ def _torch(report: Report, torch: dict[str, Any]) -> None:
 
 
 def _packages(report: Report) -> None:
-    core = {name: _version(name) for name in CORE_PACKAGES}
+    core = {name: package_version(name) for name in CORE_PACKAGES}
     if gone := _missing(CORE_PACKAGES):
         report.add(
             "Software", "missing", f"not installed: {', '.join(gone)}", "pip install paceline"
         )
     if have := [f"{name} {found}" for name, found in core.items() if found]:
         report.add("Software", "ok", ", ".join(have))
-    if numba := _version("numba"):
+    if numba := package_version("numba"):
         report.add("Software", "ok", f"numba {numba}: vector kernels on the CPU")
     else:
         text = "no numba: CPU kernels run in plain torch, much slower"
@@ -167,12 +167,12 @@ def _packages(report: Report) -> None:
         text = f"no server: {', '.join(missing)} not installed"
         report.add("Software", "note", text, _SERVER_FIX)
     else:
-        found = ", ".join(f"{name} {_version(name)}" for name in SERVER_PACKAGES)
+        found = ", ".join(f"{name} {package_version(name)}" for name in SERVER_PACKAGES)
         report.add("Software", "ok", f"server: {found}")
 
 
 def _hardware(report: Report, torch: dict[str, Any]) -> None:
-    name, flags = _cpu()
+    name, flags = cpu_info()
     cores = len(os.sched_getaffinity(0))
     have = [flag for flag in _CPU_FLAGS if flag in flags]
     report.add("Machine", "ok", f"{name}, {cores} cores ({', '.join(have) or 'no vector flags'})")
@@ -193,7 +193,7 @@ def _hardware(report: Report, torch: dict[str, Any]) -> None:
 
 
 def _storage(report: Report) -> None:
-    # Lazy: this module must load when the packages that a checkpoint needs are missing.
+    # Imported here: this module must load without the packages that checkpoint/ needs.
     from paceline.checkpoint.default_model import NAME, SIZE, default_model_path
 
     folder = cache_dir()
@@ -225,36 +225,15 @@ def _choices(report: Report, torch: dict[str, Any]) -> None:
             text = f"up to {count} ranks: --tensor-parallel-size x --data-parallel-size"
             report.add(section, "note", text)
     report.add(section, "ok", f"cpu: torch's {torch['capability']} kernels")
-    if _version("numba"):
-        text = "half-precision and quantised weights: as the checkpoint has them, vector kernels"
-        report.add(section, "ok", text)
+    state: State = "ok"
+    if package_version("numba"):
+        form = "as in the checkpoint, with vector kernels"
     elif torch["packed"]:
-        text = "half-precision and quantised weights: packed fp16 through FBGEMM"
-        report.add(section, "ok", text)
+        form = "packed fp16 through FBGEMM"
     else:
-        text = "half-precision and quantised weights: fp32, since FBGEMM's fp16 product is missing"
-        report.add(section, "note", text)
-
-
-def _cpu() -> tuple[str, set[str]]:
-    found: dict[str, str] = {}
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        found.setdefault(key.strip(), value.strip())
-    name = found.get("model name") or platform.processor() or platform.machine()
-    return name, set((found.get("flags") or found.get("Features") or "").split())
+        state, form = "note", "fp32, because FBGEMM's fp16 product is missing"
+    report.add(section, state, f"half-precision and quantised weights: {form}")
 
 
 def _missing(names: Iterable[str]) -> list[str]:
-    return [name for name in names if _version(name) is None]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return [name for name in names if package_version(name) is None]

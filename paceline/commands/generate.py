@@ -1,4 +1,4 @@
-"""`paceline generate`: prompts from a file or standard input, answers as JSONL in that order."""
+"""`paceline generate`: answers prompts from a file or standard input, as JSONL in their order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TextIO
 
-from paceline.commands.arguments import (
-    engine_config,
-    sampling_keywords,
-)
-from paceline.commands.prompts import Prompt, read_prompts
+from paceline.commands.arguments import engine_config, sampling_keywords
+from paceline.commands.prompts import PromptRecord, read_prompts
 from paceline.commands.session import Answer, Session, open_session
 from paceline.errors import ConfigError, EngineDead, InvalidRequest
 from paceline.observe.progress import ProgressLine
 
 DEFAULT_MAX_TOKENS = 256
-# Prompts submitted per row of the engine: enough that it never waits for the next one.
+# Open prompts per slot of the engine: enough that no slot waits for a prompt.
 _WINDOW_PER_SLOT = 4
 
 
@@ -38,17 +35,17 @@ def run(args: Namespace) -> int:
         return answer_all(session, prompts, given, stream)
 
 
-def as_message(prompt: Prompt) -> Prompt:
+def as_message(prompt: PromptRecord) -> PromptRecord:
     if prompt.text is None:
         return prompt
     return replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])
 
 
 def answer_all(
-    session: Session, prompts: list[Prompt], given: dict[str, Any], stream: TextIO
+    session: Session, prompts: list[PromptRecord], given: dict[str, Any], stream: TextIO
 ) -> int:
-    """Keep the engine busy, and write each answer as soon as those before it are written."""
-    # On a terminal the answers themselves show how far it is.
+    """Keep the engine busy, and write answers in order as soon as they are complete."""
+    # On a terminal the answers show the progress.
     progress = ProgressLine(len(prompts), "Answered prompts", is_shown=not stream.isatty())
     window = _WINDOW_PER_SLOT * session.client.num_slots
     waiting = iter(prompts)
@@ -75,15 +72,17 @@ def answer_all(
     return 1 if num_failed else 0
 
 
-def _submit(session: Session, prompt: Prompt, given: dict[str, Any]) -> Answer | InvalidRequest:
-    """One prompt that cannot be served is answered with its reason; the others go on."""
+def _submit(
+    session: Session, prompt: PromptRecord, given: dict[str, Any]
+) -> Answer | InvalidRequest:
+    """The error of an invalid prompt becomes its answer; other prompts are not affected."""
     try:
         return session.submit(prompt, session.params(given, prompt.sampling))
     except InvalidRequest as error:
         return error
 
 
-def _question(prompt: Prompt) -> dict[str, Any]:
+def _question(prompt: PromptRecord) -> dict[str, Any]:
     asked = {
         "id": prompt.id,
         "prompt": prompt.text,
@@ -121,7 +120,7 @@ def _result(answer: Answer) -> dict[str, Any]:
 
 @contextmanager
 def _output(path: str | None) -> Iterator[TextIO]:
-    """Opened before the model is loaded: a folder that is not there should not cost a minute."""
+    """Opened before the model is loaded, so that a wrong path fails at once."""
     if path in (None, "-"):
         yield sys.stdout
         return

@@ -1,7 +1,4 @@
-"""A small HTTP/1.1 client for the load generator: one request per connection, server-sent events.
-
-Measures nothing; and never waits for more than the next line, so that its times are the server's.
-"""
+"""A small HTTP/1.1 client for `paceline bench serve`: one request per connection, SSE streams."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from paceline.errors import ConfigError
 _LINE_LIMIT = 1 << 20
 
 
-class HttpFailure(Exception):
-    """The server answered with an error, or not at all."""
+class RequestFailed(Exception):
+    """The server answered with an error, or did not answer."""
 
 
-class Unreachable(HttpFailure):
-    """Nothing listens where the server should be."""
+class Unreachable(RequestFailed):
+    """The connection was refused or the host was not found."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the server is, and the API key that it asks for."""
+    """The address of a server, and its API key."""
 
     host: str
     port: int
@@ -59,13 +56,13 @@ class Endpoint:
 async def request(
     endpoint: Endpoint, method: str, path: str, body: bytes = b""
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """The body of a 200 reply, de-chunked, as a stream. Anything else raises HttpFailure."""
+    """The body of a 200 reply, de-chunked, as a stream. Anything else raises RequestFailed."""
     try:
         reader, writer = await asyncio.open_connection(
             endpoint.host, endpoint.port, ssl=endpoint.is_tls or None, limit=_LINE_LIMIT
         )
     except OSError as error:
-        number = error.errno or 0  # below 0: of getaddrinfo
+        number = error.errno or 0  # negative: an error of getaddrinfo
         reason = os.strerror(number) if number > 0 else error.strerror or error
         raise Unreachable(
             f"Cannot reach {endpoint.url}; is the server running? ({reason})"
@@ -79,12 +76,12 @@ async def request(
         try:
             if status != 200:
                 text = (await content.read()).decode(errors="replace")
-                raise HttpFailure(f"HTTP {status}: {_message(text)}")
+                raise RequestFailed(f"HTTP {status}: {_message(text)}")
             yield content
         finally:
             feeding.cancel()
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise HttpFailure(f"connection lost: {error}") from None
+        raise RequestFailed(f"connection lost: {error}") from None
     finally:
         writer.close()
 
@@ -105,9 +102,9 @@ async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator
                 return
             event = json.loads(data)
             if "error" in event:
-                raise HttpFailure(str(event["error"].get("message", event["error"])))
+                raise RequestFailed(str(event["error"].get("message", event["error"])))
             yield event
-        raise HttpFailure("the stream ended without [DONE]")
+        raise RequestFailed("the stream ended without [DONE]")
 
 
 def _head(endpoint: Endpoint, method: str, path: str, length: int) -> bytes:
@@ -127,7 +124,7 @@ def _head(endpoint: Endpoint, method: str, path: str, length: int) -> bytes:
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     status = (await reader.readline()).split(None, 2)
     if len(status) < 2 or not status[1].isdigit():
-        raise HttpFailure("the server closed the connection without an answer")
+        raise RequestFailed("the server closed the connection without an answer")
     headers = {}
     while (line := await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
@@ -138,7 +135,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 async def _feed(
     reader: asyncio.StreamReader, content: asyncio.StreamReader, headers: dict[str, str]
 ) -> None:
-    """Copy the body, without its framing, to where the caller reads."""
+    """Copy the body to `content`, without chunk framing."""
     try:
         if headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await reader.readline()).split(b";")[0].strip() or b"0", 16):
@@ -151,7 +148,7 @@ async def _feed(
                 content.feed_data(data)
         content.feed_eof()
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-        content.set_exception(HttpFailure(f"connection lost: {error}"))
+        content.set_exception(RequestFailed(f"connection lost: {error}"))
 
 
 def _message(text: str) -> str:

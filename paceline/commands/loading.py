@@ -1,14 +1,28 @@
-"""The line that says what is being loaded or converted, and how far it is."""
+"""Starts an engine and shows how far the loading is."""
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from paceline.config import EngineConfig
 from paceline.observe.progress import StatusLine
+
+if TYPE_CHECKING:
+    from paceline.engine.client import EngineClient
+
+
+def start_engine(config: EngineConfig) -> EngineClient:
+    from paceline.engine.client import EngineClient  # slow: a server listens before this
+
+    line = LoadingLine()
+    try:
+        return EngineClient.start(config, progress=line)
+    finally:
+        line.close()
 
 
 class LoadingLine:
-    """`Loading: weights  40%` in place on a terminal; elsewhere one line per stage."""
+    """`Loading: weights  40%`, rewritten on a terminal; elsewhere one line per stage."""
 
     def __init__(self, title: str = "Loading", stream: TextIO | None = None) -> None:
         self._title = title
@@ -22,5 +36,5 @@ class LoadingLine:
         self._stage = stage
 
     def close(self) -> None:
-        """Leave no trace on a terminal."""
+        """Erase the line on a terminal."""
         self._status.clear()

@@ -1,4 +1,4 @@
-"""Prompts as people keep them: a text file with one per line, or JSONL. Reads, never runs them."""
+"""Reads prompts: a text file with one prompt per line, or JSONL."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.request import SamplingParams
 
-_SOURCES = ("prompt", "prompt_token_ids", "messages")
+# Key in a line of JSONL -> field of PromptRecord.
+_SOURCES = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One of text, token_ids and messages is set. `sampling` is what its own line asks for."""
+class PromptRecord:
+    """One of text, token_ids and messages is set. `sampling` has the parameters of its line."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -26,8 +27,8 @@ class Prompt:
     id: str | int | None = None
 
 
-def read_prompts(path: str | None) -> list[Prompt]:
-    """All prompts of a file; None or "-" is standard input. A broken line names its number."""
+def read_prompts(path: str | None) -> list[PromptRecord]:
+    """All prompts of a file; None or "-" is standard input. Errors give the line number."""
     if path in (None, "-"):
         name, text = "stdin", sys.stdin.read()
     else:
@@ -44,11 +45,11 @@ def read_prompts(path: str | None) -> list[Prompt]:
         raise ConfigError(f"{name} holds no prompts; write one per line, or JSONL.")
     if _is_object(lines[0][1]):
         return [_from_json(f"{name}:{i}", line) for i, line in lines]
-    return [Prompt(text=line.rstrip("\r")) for _, line in lines]
+    return [PromptRecord(text=line.rstrip("\r")) for _, line in lines]
 
 
 def _is_object(line: str) -> bool:
-    """Whether the file is JSONL: its first line is an object with one of our keys."""
+    """Whether the line is a JSON object with one of the keys of a prompt."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -56,7 +57,7 @@ def _is_object(line: str) -> bool:
     return isinstance(value, dict) and any(key in value for key in _SOURCES)
 
 
-def _from_json(where: str, line: str) -> Prompt:
+def _from_json(where: str, line: str) -> PromptRecord:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -75,12 +76,8 @@ def _from_json(where: str, line: str) -> Prompt:
         SamplingParams(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    own_id = value.get("id")
-    if source == "prompt":
-        return Prompt(text=content, sampling=sampling, id=own_id)
-    if source == "messages":
-        return Prompt(messages=content, sampling=sampling, id=own_id)
-    return Prompt(token_ids=content, sampling=sampling, id=own_id)
+    source_field: Any = {_SOURCES[source]: content}
+    return PromptRecord(**source_field, sampling=sampling, id=value.get("id"))
 
 
 def _check_content(where: str, source: str, content: Any) -> None:

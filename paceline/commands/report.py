@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: JSON that can be compared later, and a table to read now."""
+"""Results of a benchmark: JSON to compare, and a table to read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.commands.machine import cpu_info, package_version
 from paceline.config import EngineConfig
 from paceline.engine.messages import StepTimes
 from paceline.errors import ConfigError
@@ -25,7 +25,7 @@ _PACKAGES = ("paceline", "torch", "numpy", "triton")
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Mean and percentiles; empty without values."""
+    """Mean and percentiles; {} without values."""
     if not values:
         return {}
     scaled = np.asarray(values, np.float64) * scale
@@ -36,7 +36,7 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def acceptance(num_drafts: float, num_draft_tokens: float, num_accepted: float) -> dict[str, float]:
-    """Drafts accepted, as a share of those verified and as tokens per step with drafts."""
+    """Accepted drafts as a share of verified drafts, and as tokens per step with drafts."""
     if not num_draft_tokens:
         return {}
     found = {"acceptance_rate": round(num_accepted / num_draft_tokens, 4)}
@@ -46,9 +46,9 @@ def acceptance(num_drafts: float, num_draft_tokens: float, num_accepted: float) 
 
 
 def step_times(times: Sequence[StepTimes]) -> dict[str, Any]:
-    """What a step took, what the device waited before it, and what the host did for it.
+    """Step time, device idle time before the step, and host time.
 
-    A step after which nothing was left to do begins anew: it has no bubble and is left out.
+    The first step after the engine was idle has no bubble and is left out.
     """
     steady = [t for t in times if t.idle_s >= 0.0]
     if not steady:
@@ -90,7 +90,7 @@ def step_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
-    """The configuration as it was run: what nobody gave, the engine chose."""
+    """The configuration, with the values that the engine chose."""
     return config.flat() | {
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.num_slots,
@@ -100,36 +100,20 @@ def resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what it was measured: enough to know whether two results may be compared."""
+    """Machine, versions and commit: what must be equal for results to be comparable."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": cpu_name(),
+        "cpu": cpu_info()[0],
         "cores": len(os.sched_getaffinity(0)),
         "commit": _commit(),
         "versions": {name: v for name in _PACKAGES if (v := package_version(name)) is not None},
     }
 
 
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def publish(result: Mapping[str, Any], rows: Sequence[tuple[str, str]], path: str | None) -> None:
-    """The table on standard output; the JSON in `path`, or on standard output for "-"."""
+    """Print the table, and write the JSON to `path`. For "-" the JSON goes to standard output."""
     text = json.dumps(result, indent=2)
     if path == "-":
         print(text)
@@ -156,6 +140,13 @@ def spread_rows(title: str, unit: str, values: Mapping[str, float]) -> list[tupl
     return [(f"{title} ({unit})", "  ".join(f"{n} {v:,.{digits}f}" for n, v in values.items()))]
 
 
+def token_latency_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        *spread_rows("Time to first token", "ms", result["ttft_ms"]),
+        *spread_rows("Time per output token", "ms", result["tpot_ms"]),
+    ]
+
+
 def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:
     if "acceptance_rate" not in values:
         return []
@@ -166,7 +157,7 @@ def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that runs, when it is one; "-dirty" where files differ from it."""
+    """The commit of this checkout, with "-dirty" if files differ; None if it is not a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

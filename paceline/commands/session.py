@@ -1,6 +1,6 @@
-"""An engine for the length of one command: starts it, shows its loading, collects its answers.
+"""An engine for one command: starts it, submits prompts, collects answers.
 
-Writes to standard error only; standard output belongs to the command.
+Writes only to standard error; standard output belongs to the command.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from paceline.commands.loading import LoadingLine
-from paceline.commands.prompts import Prompt
+from paceline.commands import loading
+from paceline.commands.prompts import PromptRecord
 from paceline.config import EngineConfig
-from paceline.engine.assembly import Delta, Generation
 from paceline.engine.client import EngineClient
-from paceline.engine.interrupt import InterruptFlag
+from paceline.engine.outputs import Delta, Generation
+from paceline.engine.process import InterruptFlag
 from paceline.errors import StoppedWhileLoading
 from paceline.observe.log import configure_logging
 from paceline.request import CompletionOutput, RequestMetrics, SamplingParams
 from paceline.text.chat import ChatTemplate
 
-_PUMP_S = 0.1  # how soon Ctrl-C is noticed while nothing comes
+_PUMP_S = 0.1  # longest delay of Ctrl-C while no output arrives
 
 
 @dataclass
 class Answer:
-    """What has come so far for one prompt."""
+    """The output so far for one prompt."""
 
     outputs: list[CompletionOutput]
-    # When tokens came, and how many at once: time.monotonic, as in RequestMetrics.
+    # (time.monotonic, number of tokens) of each arrival.
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # text that `Session.stream` has not yielded
     _generation: Generation | None = None
@@ -71,7 +71,7 @@ class Answer:
 
 
 class Session:
-    """An engine client, and prompts in the forms that the commands have."""
+    """An engine client that takes PromptRecords."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -79,9 +79,9 @@ class Session:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        return self.client.chat_template
+        return self.client.load_chat_template(None)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: PromptRecord) -> list[int]:
         """Token ids of a prompt; messages go through the model's chat template."""
         if prompt.token_ids is not None:
             return prompt.token_ids
@@ -91,13 +91,13 @@ class Session:
         return self.client.tokenizer.encode(prompt.text or "")
 
     def params(self, *layers: Mapping[str, Any]) -> SamplingParams:
-        """The model's defaults, and over them each layer in turn."""
+        """The model's defaults, overridden by each layer in turn."""
         values = dict(self.client.default_sampling)
         for layer in layers:
             values.update(layer)
         return SamplingParams(**values)
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
+    def submit(self, prompt: PromptRecord, params: SamplingParams) -> Answer:
         answer = Answer([CompletionOutput(i) for i in range(params.n)])
         answer._generation = self.client.submit(
             f"cli-{next(self._numbers)}",
@@ -109,7 +109,7 @@ class Session:
         return answer
 
     def stream(self, answer: Answer) -> Iterator[str]:
-        """Text as it comes, until the answer is complete. Ctrl-C leaves the session usable."""
+        """Text as it arrives, until the answer is complete. Ctrl-C leaves the session usable."""
         with InterruptFlag() as interrupt:
             while True:
                 yield from answer.unread
@@ -125,21 +125,18 @@ class Session:
                 self.client.pump(None)
 
     def abort(self, answer: Answer) -> None:
-        """End an answer; what it has so far stays."""
+        """Stop an answer and keep its output so far."""
         self.client.abort(answer.generation.request_id)
 
 
 @contextmanager
 def open_session(config: EngineConfig) -> Iterator[Session]:
-    """Load the model with a line of progress; the engine is gone when the block ends."""
+    """Load the model with a progress line, and close the engine at the end of the block."""
     configure_logging("warning")
-    line = LoadingLine()
     try:
-        client = EngineClient.start(config, progress=line)
+        client = loading.start_engine(config)
     except KeyboardInterrupt:
         raise StoppedWhileLoading(signal.SIGINT) from None
-    finally:
-        line.close()
     try:
         yield Session(client)
     finally:

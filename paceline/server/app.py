@@ -1,6 +1,6 @@
-"""The HTTP server: routes put together (`build_app`) and run from bind to exit (`run_server`).
+"""The HTTP server: its routes (`build_app`), and its run from bind to exit (`run_server`).
 
-Owns the life of the process: listen first, load meanwhile, serve, drain on a signal, leave.
+A run listens first, loads the model while it answers /health, serves, and drains on a signal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,32 +20,41 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.routing import Route
 
 from paceline.errors import StoppedWhileLoading
+from paceline.server.admin import AdminEndpoints
 from paceline.server.chat import ChatEndpoint
 from paceline.server.completions import CompletionEndpoint
 from paceline.server.failures import NotReady
-from paceline.server.gate import Gate, RouteErrors
 from paceline.server.http import HttpServer
 from paceline.server.info import InfoEndpoints
-from paceline.server.listen import bind, connection_limit, request_limit, url_of
+from paceline.server.listen import bind, connection_limit, curl_line, request_limit, url_of
+from paceline.server.live import LiveEndpoints
+from paceline.server.messages import MessagesEndpoint
+from paceline.server.middleware import RequestMiddleware, RouteErrors
+from paceline.server.openapi import DescriptionEndpoints
+from paceline.server.operations import OPERATIONS
 from paceline.server.options import ServerOptions
+from paceline.server.page_files import serve_page_file
+from paceline.server.responses import ResponsesEndpoint, StoredResponseEndpoints
 from paceline.server.service import DRAINING_RETRY_S, Client, Service
+from paceline.server.start_queue import StartQueueMiddleware
 from paceline.server.tokens import TokenEndpoints
-from paceline.server.turns import TakesTurns
 
 logger = logging.getLogger(__name__)
 
 ClientFactory = Callable[[], Client]
+Handler = Callable[[Request], Awaitable[Any]]
 OnReady = Callable[[str, str], None]
-# After the drain's limit: time for the last error events to reach their readers.
+# After the drain timeout: time to send the last error events.
 _FLUSH_S = 1.0
 _ENGINE_GRACE_S = 5.0
 
 
 def build_app(client: Client | None, options: ServerOptions) -> Starlette:
-    """The ASGI application. Without a client it answers 503 until `app.state.service` has one."""
+    """The ASGI application. Without a client it answers 503 until one is attached."""
     service = Service(options)
     if client is not None:
         service.attach(client)
@@ -57,7 +66,10 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
         service.close()
 
     routes = _routes(service)
-    middleware = [Middleware(TakesTurns, turns=service.turns), Middleware(Gate, options=options)]
+    middleware = [
+        Middleware(StartQueueMiddleware, start_queue=service.start_queue),
+        Middleware(RequestMiddleware, options=options),
+    ]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -66,11 +78,11 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-        middleware.insert(0, cors)  # outside: a refused request must be readable in a browser too
+        middleware.insert(0, cors)  # outermost, so that a browser can read refusals too
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: RouteErrors(r.path for r in routes)},
+        exception_handlers={HTTPException: RouteErrors()},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -79,19 +91,43 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
-    info, tokens = InfoEndpoints(service), TokenEndpoints(service)
+    info, tokens, pages = (
+        InfoEndpoints(service),
+        TokenEndpoints(service),
+        DescriptionEndpoints(service),
+    )
+    live = LiveEndpoints(service)
+    messages, responses = MessagesEndpoint(service), ResponsesEndpoint(service)
+    stored = StoredResponseEndpoints(service)
+    handlers: dict[str, Handler] = {
+        "chat": ChatEndpoint(service).post,
+        "completions": CompletionEndpoint(service).post,
+        "responses": responses.post,
+        "messages": messages.post,
+        "file": serve_page_file,
+    }
+    admin = AdminEndpoints(service)
+    for endpoints in (info, tokens, pages, messages, responses, stored, admin, live):
+        handlers |= {op.name: h for op in OPERATIONS if (h := getattr(endpoints, op.name, None))}
+    by_path: dict[str, dict[str, Handler]] = {}
+    for op in OPERATIONS if service.options.page else (o for o in OPERATIONS if not o.is_of_page):
+        by_path.setdefault(op.path, {})[op.method] = handlers[op.name]
     return [
-        Route("/v1/chat/completions", ChatEndpoint(service).post, methods=["POST"]),
-        Route("/v1/completions", CompletionEndpoint(service).post, methods=["POST"]),
-        Route("/v1/models", info.models),
-        Route("/v1/models/{id:path}", info.model),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/health", info.health),
-        Route("/readyz", info.ready),
-        Route("/metrics", info.metrics),
-        Route("/version", info.version),
+        Route(path, _dispatch(by_method), methods=[*by_method])
+        for path, by_method in by_path.items()
     ]
+
+
+def _dispatch(by_method: dict[str, Handler]) -> Handler:
+    """One route per path, so that a 405 names every method."""
+    if len(by_method) == 1:
+        return next(iter(by_method.values()))
+
+    async def handle(request: Request) -> Any:
+        method = "GET" if request.method == "HEAD" else request.method
+        return await by_method[method](request)
+
+    return handle
 
 
 def run_server(
@@ -100,30 +136,23 @@ def run_server(
     *,
     on_ready: OnReady | None = None,
 ) -> int:
-    """Serve until a signal; returns the exit code. Runs in the main thread.
+    """Serve until a signal; returns the exit code. Must run in the main thread.
 
-    `client_factory` loads the model in a thread of its own while the server already answers
-    /health. `on_ready` gets the URL and a command to try once requests are served. What the
-    factory raises is raised here; a port in use is a PacelineError before anything is loaded.
-    SIGTERM, SIGINT and SIGHUP let open requests end; while loading they are StoppedWhileLoading.
+    `client_factory` loads the model in a thread while the server already answers /health; its
+    errors are raised here. When the model is loaded, `on_ready` gets the URL and a command to try.
+    A port in use raises PacelineError before anything is loaded. SIGTERM, SIGINT and SIGHUP drain
+    the server; during loading they raise StoppedWhileLoading.
     """
     sock = bind(options)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Life(client_factory, options, on_ready).run(sock))
+            return runner.run(_ServerRun(client_factory, options, on_ready).run(sock))
     finally:
         sock.close()
 
 
-def curl_line(url: str, options: ServerOptions) -> str:
-    """A command that asks the server something."""
-    key = "" if options.api_key is None else ' -H "Authorization: Bearer $PACELINE_API_KEY"'
-    message = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'"
-
-
-class _Life:
-    """One run of the server."""
+class _ServerRun:
+    """One run of the server, from loading to exit."""
 
     def __init__(
         self,
@@ -136,7 +165,7 @@ class _Life:
         self._max_connections = connection_limit(options)
         limit = request_limit(options, self._max_connections)
         if limit < options.max_waiting:
-            logger.info("max_waiting is %d, so that `ulimit -n` suffices", limit)
+            logger.info("max_waiting is lowered to %d: `ulimit -n` allows no more", limit)
         self._options = replace(options, max_waiting=limit)
         self._signals: list[signal.Signals] = []
         self._wake = asyncio.Event()
@@ -163,8 +192,7 @@ class _Life:
                 self._on_ready(url, curl_line(url, self._options))
             return await self._serve(service)
         finally:
-            # A second signal means now, and while loading so does the first: open connections
-            # are cut off.
+            # After a second signal, or after one during loading, open connections are cut.
             at_once = client is None or len(self._signals) > 1
             await server.stop(grace_s=0.0 if at_once else _FLUSH_S)
             service.close()
@@ -176,7 +204,7 @@ class _Life:
         self._wake.set()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Client]:
-        """Run the factory in a thread that never keeps the process from leaving."""
+        """Run the factory in a daemon thread, which does not delay the exit of the process."""
         future: asyncio.Future[Client] = loop.create_future()
 
         def settle(client: Client | None, error: BaseException | None) -> None:
@@ -196,7 +224,7 @@ class _Life:
                 failure = error
             try:
                 loop.call_soon_threadsafe(settle, client, failure)
-            except RuntimeError:  # the loop is gone: we were told to stop
+            except RuntimeError:  # the loop is closed: a signal ended the run
                 if client is not None:
                     client.close()
 
@@ -204,45 +232,43 @@ class _Life:
         return future
 
     async def _await_client(self, loaded: asyncio.Future[Client]) -> Client:
+        loaded.add_done_callback(lambda _: self._wake.set())
         while not loaded.done():
-            stopped = asyncio.ensure_future(self._wake.wait())
-            either: set[asyncio.Future[Any]] = {loaded, stopped}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            await self._wake.wait()
+            self._wake.clear()
             if self._signals:
                 loaded.cancel()
                 raise StoppedWhileLoading(self._signals[0])
-            self._wake.clear()
         return loaded.result()
 
     async def _serve(self, service: Service) -> int:
-        """Until a signal and the end of what runs then; 1 when the engine dies."""
-        while not self._signals and service.death is None:
+        """Serve until a signal, then drain. Returns 1 if the engine dies."""
+        while not self._signals and service.engine_error is None:
             await self._wake.wait()
             self._wake.clear()
-        if service.death is None:
+        if service.engine_error is None:
             await self._drain(service)
-        if service.death is not None:
-            await asyncio.sleep(0)  # its readers are told in their own tasks
+        if service.engine_error is not None:
+            await asyncio.sleep(0)  # the tasks of open requests send the error
             return 1
         return 130 if len(self._signals) > 1 else 0
 
     async def _drain(self, service: Service) -> None:
         limit_s = self._options.drain_timeout_s
         logger.info(
-            "shutting down: open requests (%d) have %g s to end; a second signal ends them at once",
+            "shutting down: %d open requests have %g s to finish; a second signal ends them now",
             len(service.jobs),
             limit_s,
         )
         service.drain()
         try:
             async with asyncio.timeout(limit_s):
-                while service.jobs and len(self._signals) < 2 and service.death is None:
+                while service.jobs and len(self._signals) < 2 and service.engine_error is None:
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:
             logger.warning("%d requests did not finish in time", len(service.jobs))
-        if service.jobs and service.death is None:
+        if service.jobs and service.engine_error is None:
             service.fail_all(
                 NotReady("The server is shutting down.", retry_after_s=DRAINING_RETRY_S)
             )

@@ -1,7 +1,7 @@
-"""Reads request bodies, within limits: per request, all together, and in time. Never interprets.
+"""Reads request bodies, with limits on the size of one, the size of all, and the time.
 
-Refuses what does not call itself JSON: a web page may send a form or plain text anywhere without
-asking first, and a server on this machine must not work for whatever page is open in its browser.
+Only JSON content types are accepted: a web page may send forms or plain text to any address
+without a CORS preflight, and an open page must not use a server on the same machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from paceline.errors import Overloaded
+from paceline.errors import Overloaded, shown
 from paceline.server.failures import CLIENT_CLOSED_REQUEST, HttpFailure
 from paceline.server.fields import parse
 from paceline.server.service import Service
@@ -22,9 +22,8 @@ from paceline.server.service import Service
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_TIMEOUT_S = 60.0
-# All bodies in memory at once, in multiples of the largest one.
+# Limit of all bodies in memory, in multiples of the limit of one.
 _MAX_BODIES = 16
-_MAX_SHOWN = 80
 
 
 @asynccontextmanager
@@ -33,7 +32,7 @@ async def read_request(
 ) -> AsyncIterator[tuple[T, int]]:
     """The typed request and the size of its body, which bounds the work that it can cause.
 
-    Inside, its bytes count against what the server holds at once.
+    Within the block its bytes count against the limit of all bodies.
     """
     async with read_body(request, service, num_sequences=num_sequences) as body:
         yield await service.off_loop(len(body), lambda: parse(body, kind)), len(body)
@@ -43,8 +42,9 @@ async def read_request(
 async def read_body(
     request: Request, service: Service, *, num_sequences: int = 0
 ) -> AsyncIterator[bytes]:
-    """The body, once it is this request's turn. Raises Overloaded where `num_sequences` more, the
-    least that it will ask for, are too many: nothing is parsed then.
+    """The body, when it is this request's turn.
+
+    Raises Overloaded if the server has no room for `num_sequences` more, before anything is parsed.
     """
     _check_kind(request.headers.get("content-type"), request.headers.get("content-encoding"))
     if num_sequences:
@@ -67,19 +67,19 @@ async def read_body(
             message = f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
             raise HttpFailure(408, message) from None
         except ClientDisconnect:
-            raise HttpFailure(CLIENT_CLOSED_REQUEST, "The client went away.") from None
-        await service.turns.next(has_begun=True)
-        if num_sequences:  # others have begun meanwhile
+            raise HttpFailure(CLIENT_CLOSED_REQUEST, "The client disconnected.") from None
+        await service.start_queue.wait_turn(has_begun=True)
+        if num_sequences:  # other requests may have taken the room since
             service.check_room(num_sequences)
         yield b"".join(chunks)
     finally:
-        service.forget_body(size)
+        service.release_body(size)
 
 
 def _check_kind(kind: str | None, encoding: str | None) -> None:
     media = (kind or "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
-        said = f"request body is {media[:_MAX_SHOWN]!r}" if media else "request has no Content-Type"
+        said = f"request body is {shown(media)}" if media else "request has no Content-Type"
         raise HttpFailure(
             415,
             f"The {said}; send JSON with the header 'Content-Type: application/json'.",
@@ -88,23 +88,21 @@ def _check_kind(kind: str | None, encoding: str | None) -> None:
     if encoding is not None and encoding.strip().lower() != "identity":
         raise HttpFailure(
             415,
-            f"The request body is encoded as {encoding[:_MAX_SHOWN]!r}; send it as it is, without "
-            "Content-Encoding.",
+            f"The request body is encoded as {shown(encoding)}; send it without Content-Encoding.",
             code="unsupported_media_type",
         )
 
 
-def _check_sizes(size: int, limit: int, of_all: int) -> None:
+def _check_sizes(size: int, limit: int, size_of_all: int) -> None:
     if size > limit:
         raise _too_large(size, limit)
-    if of_all > _MAX_BODIES * limit:
-        raise Overloaded("Too many large requests arrive at once; try again later.")
+    if size_of_all > _MAX_BODIES * limit:
+        raise Overloaded("Too many large requests are being read; try again later.")
 
 
 def _too_large(size: int, limit: int) -> HttpFailure:
     return HttpFailure(
         413,
-        f"The request body has {size} bytes or more; this server takes {limit} "
-        "(--max-request-bytes).",
+        f"The request body has at least {size} bytes; the limit is {limit} (--max-request-bytes).",
         code="request_too_large",
     )

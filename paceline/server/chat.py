@@ -1,25 +1,21 @@
-"""POST /v1/chat/completions. Owns the shape of chat replies and chunks, not how they travel."""
+"""POST /v1/chat/completions: checks chat requests, and writes their replies and chunks."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from uuid import uuid4
 
-from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import UNSET
 
-from paceline.errors import InvalidRequest
-from paceline.server.body import read_request
 from paceline.server.conversation import final_text, render
-from paceline.server.generate import EventStream, answer
-from paceline.server.job import Job, JobSpec, Piece
-from paceline.server.logprobs import chat_logprobs, prompt_logprobs
-from paceline.server.params import as_asked, chat_params, check_tables
+from paceline.server.generate import CheckedRequest, GenerationEndpoint
+from paceline.server.job import ChoiceDelta, Job
+from paceline.server.logprobs import chat_logprobs
+from paceline.server.openai_format import ChunkUsage, OpenAIFormat
+from paceline.server.params import chat_params, check_table_sizes
+from paceline.server.parsed_choices import ParsedChoices
 from paceline.server.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -27,149 +23,195 @@ from paceline.server.replies import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
-    PromptLogprobs,
+    ToolCall,
+    ToolCallChunk,
     Usage,
 )
 from paceline.server.requests import ChatRequest
-from paceline.server.service import Client, Prompt, Service
+from paceline.server.service import Client, Service, TokenizedPrompt
+from paceline.server.tools import (
+    ToolUse,
+    check_callable,
+    constrained,
+    end_of_thinking,
+    parser_factory,
+    read_tool_use,
+)
+from paceline.text.output_parts import OutputParser, OutputParts
+
+# Names that chat templates give to the switch of thinking.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
-class ChatEndpoint:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+    body_type = ChatRequest
+    id_prefix = "chatcmpl-"
 
-    async def post(self, request: Request) -> Response | EventStream:
+    async def check(self, client: Client, body: ChatRequest, size: int) -> CheckedRequest:
         service = self._service
-        client = service.client  # before the body is read: a server that cannot answer says so
-        async with read_request(request, service, ChatRequest, num_sequences=1) as (asked, size):
-            arrival_s = time.monotonic()
-            model = service.resolve_model(asked.model)
-            params = chat_params(asked, client.default_sampling)
-            service.check_room(params.n)
-            check_tables(params, params.n)
-            text = await render(service, asked, size)
-            spec = JobSpec(
-                id=f"chatcmpl-{uuid4().hex}",
-                model=model,
-                created=int(time.time()),
-                arrival_s=arrival_s,
-                num_prompts=1,
-                n=params.n,
-                stream=bool(asked.stream),
-                needs_prompt_logprobs=asked.prompt_logprobs is not None,
-            )
-            try:
-                ids = await self._encode(client, text, bool(asked.add_special_tokens))
-                job = service.submit(spec, [Prompt(ids, text)], params, asked.priority or 0)
-            except InvalidRequest as error:
-                raise as_asked(error, asked) from None
-        shape = ChatShape(service, asked, final_text(asked) if asked.echo else "")
-        asked.messages = []  # the prompt holds them; a stream may last for hours
-        if spec.stream:
-            return EventStream(service, job, shape, asked)
-        return await answer(request, service, job, shape)
-
-    async def _encode(self, client: Client, text: str, special: bool) -> list[int]:
-        limit = client.info.max_model_len
-        return await self._service.off_loop(
+        params = chat_params(body, client.default_sampling)
+        service.check_room(params.n)
+        check_table_sizes(params, params.n)
+        use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        layout = await service.response_format(with_tools=use.choice != "none")
+        check_callable(use, layout, service.why_no_calls, service.options)
+        text = await render(service, body, size, self._variables(body, use))
+        limit, special = client.info.max_model_len, bool(body.add_special_tokens)
+        ids = await service.off_loop(
             len(text), lambda: client.tokenizer.encode_within(text, limit, special)
         )
+        after = end_of_thinking(layout, client.tokenizer, text, is_off=_thinking_is_off(body))
+        params = constrained(params, use, layout, client.tokenizer, after)
+        make_parser = parser_factory(layout, use, text, client.tokenizer, streams=bool(body.stream))
+        echo = final_text(body) if body.echo else ""
+        reply_format = ChatFormat(service, body, echo, make_parser)
+        # The prompt holds them, and a stream may last for hours.
+        body.messages, body.tools = [], None if body.tools is None else []
+        return CheckedRequest(
+            prompts=[TokenizedPrompt(ids, text)],
+            params=params,
+            reply_format=reply_format,
+            priority=body.priority or 0,
+            make_parser=make_parser,
+        )
+
+    def _variables(self, body: ChatRequest, use: ToolUse) -> dict[str, Any]:
+        """What the chat template gets besides messages."""
+        hides = self._service.options.exclude_tools_when_tool_choice_none
+        variables: dict[str, Any] = {"tools": use.shown(hide_if_none=hides)}
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables |= dict.fromkeys(_THINKING_SWITCHES, False)
+        return variables
+
+    def field_names(self, body: ChatRequest) -> Mapping[str, str]:
+        names = {**super().field_names(body), "logprobs": "top_logprobs", "prompt": "messages"}
+        asks_itself = body.response_format is not None or body.structured_outputs is not None
+        if body.tools is not None and (not asks_itself or _forces_calls(body.tool_choice)):
+            names["structured_outputs"] = "tools"  # whose schemas become the grammar
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
 
-@dataclass
-class ChatShape:
-    service: Service
-    asked: ChatRequest
-    echo: str  # the text of a message that is continued, when the reply repeats it
-    begun: set[int] = field(default_factory=set)  # choices whose role was sent
+def _forces_calls(tool_choice: Any) -> bool:
+    return tool_choice not in (None, "auto", "none")
 
-    def reply(self, job: Job, pieces: list[Piece]) -> ChatReply:
-        choices = [
-            ChatChoice(
-                index=piece.index,
-                message=ChatMessage(content=self.echo + piece.text),
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-                token_ids=self._token_ids(piece),
+
+def _thinking_is_off(body: ChatRequest) -> bool:
+    """Whether the request switches thinking off; the prompt may not show it."""
+    kwargs = body.chat_template_kwargs or {}
+    given = [kwargs[name] for name in _THINKING_SWITCHES if name in kwargs]
+    return not any(given) if given else body.reasoning_effort == "none"
+
+
+class ChatFormat(OpenAIFormat[ChatRequest]):
+    chunk_type = ChatChunk
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        echo: str,
+        make_parser: Callable[[], OutputParser],
+    ) -> None:
+        super().__init__(service, body, shows_logprobs=bool(body.logprobs))
+        self._echo = echo  # the text of a continued message, if the reply repeats it
+        self._parsed = ParsedChoices(make_parser)
+        self._shows_reasoning = body.include_reasoning is not False
+
+    def reply(self, job: Job, deltas: list[ChoiceDelta]) -> ChatReply:
+        choices = []
+        for delta in deltas:
+            choice = ChatChoice(
+                index=delta.index,
+                message=self._message(self._parsed.parts(delta)),
+                logprobs=self._logprobs(delta),
+                finish_reason=self._parsed.finish_reason(delta),
+                stop_reason=delta.stop_reason,
             )
-            for piece in pieces
-        ]
+            self._show_tokens(choice, delta)
+            choices.append(choice)
         return ChatReply(
             **self._head(job),
             choices=choices,
-            usage=job.usage(),
+            usage=self._usage(job),
+            metrics=self._metrics(job),
             prompt_logprobs=self._prompt_logprobs(job),
             prompt_token_ids=self._prompt_token_ids(job),
         )
 
-    def chunks(self, job: Job, piece: Piece, usage: Usage | None) -> Iterator[ChatChunk]:
-        """Role, then text, then the end: each in a chunk of its own."""
-        choice = piece.index
-        if choice not in self.begun:
-            first = self._chunk(job, usage, index=choice, delta=ChatDelta("assistant", ""))
-            if not self.begun:
-                first.prompt_logprobs = self._prompt_logprobs(job)
-                first.prompt_token_ids = self._prompt_token_ids(job)
-            self.begun.add(choice)
-            yield first
-            if self.echo:
-                yield self._chunk(job, usage, index=choice, delta=ChatDelta(content=self.echo))
-        text = piece.text
-        if text or (piece.token_ids and (self.asked.logprobs or self.asked.return_token_ids)):
-            yield self._chunk(
-                job,
-                usage,
-                index=choice,
-                delta=ChatDelta(content=text),
-                logprobs=self._logprobs(piece),
-                token_ids=self._token_ids(piece),
-            )
-        if piece.finish_reason is not None:
-            yield self._chunk(
-                job,
-                usage,
-                index=choice,
-                delta=ChatDelta(),
-                finish_reason=piece.finish_reason,
-                stop_reason=UNSET if piece.stop_reason is None else piece.stop_reason,
-            )
-
-    def usage_chunk(self, job: Job, usage: Usage) -> ChatChunk:
-        return ChatChunk(**self._head(job), choices=[], usage=usage)
-
-    def _chunk(self, job: Job, usage: Usage | None, **choice: Any) -> ChatChunk:
-        options = self.asked.stream_options
-        shows_usage = options is not None and options.include_usage
-        return ChatChunk(
-            **self._head(job),
-            choices=[ChatChunkChoice(**choice)],
-            usage=usage if shows_usage else UNSET,
+    def _message(self, parts: OutputParts) -> ChatMessage:
+        calls = [
+            ToolCall(id=call.id, function=CalledFunction(call.name or "", call.arguments))
+            for call in parts.whole_calls()
+        ]
+        content = self._echo + parts.content
+        is_empty = not content and bool(calls or parts.reasoning)
+        reasoning = parts.reasoning if parts.reasoning and self._shows_reasoning else UNSET
+        return ChatMessage(
+            content=None if is_empty else content,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
         )
 
-    def _head(self, job: Job) -> dict[str, Any]:
-        spec = job.spec
-        return {
-            "id": spec.id,
-            "created": spec.created,
-            "model": spec.model,
-            "system_fingerprint": self.service.fingerprint,
-        }
+    def _usage(self, job: Job) -> Usage:
+        return self._parsed.usage(job)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if not self.asked.logprobs:
+    def chunks(self, job: Job, delta: ChoiceDelta, usage: ChunkUsage) -> Iterator[ChatChunk]:
+        """The role, then the parts of the output, then the finish reason: each in its own chunk."""
+        contents = list(self._contents(delta))
+
+        def chunk(content: ChatDelta, **fields: Any) -> ChatChunk:
+            choice = ChatChunkChoice(index=delta.index, delta=content, **fields)
+            made: ChatChunk = self._chunk(job, usage, choice)
+            return made
+
+        if delta.index not in self._begun:
+            first = chunk(ChatDelta("assistant", ""))
+            if not self._begun:
+                first.prompt_logprobs = self._prompt_logprobs(job)
+                first.prompt_token_ids = self._prompt_token_ids(job)
+            self._begun.add(delta.index)
+            yield first
+            if self._echo:
+                yield chunk(ChatDelta(content=self._echo))
+        for i, content in enumerate(contents):
+            made = chunk(content)
+            if i == 0:  # the tokens of all of them
+                made.choices[0].logprobs = self._logprobs(delta)
+                self._show_tokens(made.choices[0], delta)
+            yield made
+        if delta.finish_reason is not None:
+            stop_reason = UNSET if delta.stop_reason is None else delta.stop_reason
+            reason = self._parsed.finish_reason(delta)
+            yield chunk(ChatDelta(), finish_reason=reason, stop_reason=stop_reason)
+
+    def _contents(self, delta: ChoiceDelta) -> Iterator[ChatDelta]:
+        """What the chunks of new output hold. Tokens without text yet may need an empty one."""
+        parts = self._parsed.parts(delta)
+        shows_tokens = self._shows_tokens and delta.token_ids
+        has_reasoning = bool(parts.reasoning) and self._shows_reasoning
+        if has_reasoning:
+            yield ChatDelta(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+        is_due = shows_tokens and not (has_reasoning or parts.tool_calls)
+        if parts.content or is_due:
+            yield ChatDelta(content=parts.content)
+        for call in parts.tool_calls:
+            if call.name is not None:
+                function = CalledFunction(call.name, "")
+                begun = ToolCallChunk(
+                    index=call.index, id=call.id, type="function", function=function
+                )
+                yield ChatDelta(tool_calls=[begun])
+            if call.arguments:
+                more = CalledFunction(arguments=call.arguments)
+                yield ChatDelta(tool_calls=[ToolCallChunk(index=call.index, function=more)])
+
+    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
+        if not self._shows_logprobs:
             return None
-        tokenizer, top = self.service.tokenizer, self.asked.top_logprobs or 0
-        return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs, top)
-
-    def _token_ids(self, piece: Piece) -> list[int] | UnsetType:
-        return piece.token_ids if self.asked.return_token_ids else UNSET
-
-    def _prompt_token_ids(self, job: Job) -> list[int] | UnsetType:
-        return job.generations[0].prompt_token_ids if self.asked.return_token_ids else UNSET
-
-    def _prompt_logprobs(self, job: Job) -> PromptLogprobs | UnsetType | None:
-        top, tables = self.asked.prompt_logprobs, job.prompt_logprobs[0]
-        if top is None or tables is None:
-            return UNSET
-        return prompt_logprobs(tables, top)
+        tokenizer, top = self._service.tokenizer, self._body.top_logprobs or 0
+        return chat_logprobs(tokenizer, delta.token_ids, delta.logprobs, top)

@@ -1,6 +1,6 @@
-"""Messages of a chat request to what a template renders. Owns roles and content parts.
+"""Messages of a chat request to the messages that a chat template renders.
 
-Never tokenises, and never drops a part: what a text model cannot read is refused by its path.
+No part is dropped: a part that a text model cannot read is refused, and the error gives its path.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from typing import Any
 
 from paceline.errors import InvalidRequest, shown
 from paceline.server.fields import check_echoed
-from paceline.server.requests import Message, Templated
+from paceline.server.requests import InputMessage, TemplatedRequest
 from paceline.server.service import Service
-from paceline.text.template_child import render_apart
+from paceline.text.template_child import render_in_child
+from paceline.text.tool_messages import message_text
 
-# Kinds of content parts -> the key that holds their text.
+# Type of a content part -> the key that holds its text.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# What a template gets from the request itself, and so not through chat_template_kwargs.
-_OWN_NAMES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+# Fields of messages that are not supported -> what to do.
+_REFUSED = {"function_call": "send tool_calls", "audio": "leave it out"}
+# Variables that the request sets, so chat_template_kwargs may not.
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-async def render(service: Service, request: Templated, size: int) -> str:
-    """The prompt of a conversation of `size` bytes, by the server's template or the request's."""
-    arguments = template_arguments(request)
+async def render(
+    service: Service, request: TemplatedRequest, size: int, variables: Mapping[str, Any]
+) -> str:
+    """The prompt of a body of `size` bytes, by the server's template or the request's.
+
+    `variables` reach the template too, unless chat_template_kwargs has them.
+    """
+    arguments = {**variables, **template_arguments(request)}
     template = service.chat_template
     own = request.chat_template
     if own is None:
@@ -38,31 +46,24 @@ async def render(service: Service, request: Templated, size: int) -> str:
     if "{" not in own:
         raise InvalidRequest("chat_template is not a Jinja template.", param="chat_template")
     messages = await service.off_loop(size, lambda: template_messages(request.messages))
-    return await service.apart(
-        lambda: render_apart(own, template.named_tokens, messages, arguments)
+    return await service.in_template_thread(
+        lambda: render_in_child(own, template.named_tokens, messages, arguments)
     )
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
     """As `ChatTemplate.render` takes them: content is text or a list of text parts."""
-    if not messages:
-        raise InvalidRequest("messages is empty; send at least one.", param="messages")
-    return [_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def template_arguments(request: Templated) -> dict[str, Any]:
-    """Keyword arguments of `ChatTemplate.render`, checked against each other."""
+def template_arguments(request: TemplatedRequest) -> dict[str, Any]:
+    """Keyword arguments of `ChatTemplate.render`."""
     continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other; send one.",
-            param="continue_final_message",
-        )
     extra = dict(request.chat_template_kwargs or {})
-    for name in _OWN_NAMES:
+    for name in _RESERVED:
         if name in extra:
             raise InvalidRequest(
-                f"chat_template_kwargs may not hold {name!r}; it is set by the request itself.",
+                f"chat_template_kwargs may not contain {name!r}; Paceline sets it.",
                 param=f"chat_template_kwargs.{name}",
             )
     asked = request.add_generation_prompt
@@ -73,27 +74,29 @@ def template_arguments(request: Templated) -> dict[str, Any]:
     }
 
 
-def final_text(request: Templated) -> str:
-    """The text of the last message, which `echo` shows again when it is continued."""
-    content = template_messages(request.messages[-1:])[0]["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def final_text(request: TemplatedRequest) -> str:
+    """The text of the last message, which `echo` repeats if it is continued."""
+    return message_text(template_messages(request.messages[-1:])[0])
 
 
-def _one(message: Message, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise InvalidRequest(
-            f"Messages of role {message.role!r} need tools, which are not supported.",
-            param=f"{where}.role",
-        )
-    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+def _template_message(message: InputMessage, where: str) -> dict[str, Any]:
+    for name, advice in _REFUSED.items():
         if getattr(message, name):
             raise InvalidRequest(
-                f"{name!r} in a message is not supported; leave it out.",
-                param=f"{where}.{name}",
+                f"{name!r} in a message is not supported; {advice}.", param=f"{where}.{name}"
             )
     rendered: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
-    if message.name is not None:
-        rendered["name"] = message.name
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            rendered[name] = getattr(message, name)
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidRequest(
+                f"A message of role {message.role!r} makes no tool calls.",
+                param=f"{where}.tool_calls",
+            )
+        calls = enumerate(message.tool_calls)
+        rendered["tool_calls"] = [_call(c, f"{where}.tool_calls[{i}]") for i, c in calls]
     reasoning = (
         message.reasoning if message.reasoning_content is None else message.reasoning_content
     )
@@ -102,15 +105,36 @@ def _one(message: Message, where: str) -> dict[str, Any]:
     return rendered
 
 
-def _content(message: Message, where: str) -> str | list[dict[str, str]]:
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An earlier call. ChatTemplate converts its arguments to what the template reads."""
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequest("A tool call needs 'function': an object.", param=f"{where}.function")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str):
+        raise InvalidRequest("A tool call needs a name.", param=f"{where}.function.name")
+    if not isinstance(arguments, str | dict | None):
+        raise InvalidRequest(
+            "The arguments of a tool call are a string of JSON.",
+            param=f"{where}.function.arguments",
+        )
+    kept = {key: call[key] for key in ("id", "index") if isinstance(call.get(key), str | int)}
+    return {**kept, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _content(message: InputMessage, where: str) -> str | list[dict[str, str]] | None:
     content = message.content
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         texts = [_part(p, f"{where}.content[{i}]") for i, p in enumerate(content)]
         return [{"type": "text", "text": text} for text in texts]
-    if message.refusal is not None:  # an assistant turn that OpenAI's model declined
+    if message.refusal is not None:  # an assistant message of OpenAI's API that has no content
         return message.refusal
+    if message.tool_calls:
+        return None  # some templates look for a message without content
+    if message.role == "assistant" and (message.reasoning or message.reasoning_content):
+        return ""
     raise InvalidRequest("A message needs content.", param=f"{where}.content")
 
 

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol on connections that our own acceptor lets in, within limits.
+"""uvicorn's HTTP protocol, with limits that uvicorn lacks.
 
-uvicorn's own listener accepts until the process has no files left, and its protocol bounds neither
-the time nor the size of headers and trailers. Everything else is uvicorn's.
+uvicorn's listener accepts until the process has no file descriptors left, so connections come from
+`Acceptor`. Its protocol limits neither the time nor the size of headers and trailers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from paceline.server.listen import Acceptor
 from paceline.server.options import ServerOptions
 
-# All of a request but its body. Of each chunk's framing, CHUNK_FRAME_BYTES are not counted.
+# Limit of a request without its body. CHUNK_FRAME_BYTES of each chunk's framing are not counted.
 MAX_HEADER_BYTES = 1 << 16
 CHUNK_FRAME_BYTES = 16
-# After a reply that did not wait for the whole request: time for the client to stop and read it.
+# After a reply that was sent before the request was complete: time for the client to read it.
 LINGER_S = 5.0
-# At the limit of connections: time to send a header before the connection makes room for others.
+# At the connection limit, a connection whose header takes longer may be closed for others.
 FAIR_HEADER_S = 0.25
-# Bytes are counted per piece of this size: a piece may hold the end of one request and the
-# beginning of the next, and all of it counts for the next.
+# Bytes are counted in pieces of this size. A piece with the end of one request and the beginning
+# of the next counts for the next.
 _PIECE_BYTES = 1 << 14
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without a say in signals."""
+    """Installs no signal handlers; `run_server` has them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,10 +41,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class LingeringTransport:
-    """What uvicorn writes to. While a body still arrives, `close` does not close at once.
+    """The transport that uvicorn writes to. `close` waits while a body still arrives.
 
-    A socket that is closed with unread bytes is reset, and the client may lose the reply. So what
-    still arrives is dropped, until the client closes its end or LINGER_S have passed.
+    A socket that is closed with unread bytes is reset, and the client may lose the reply. So
+    incoming bytes are read and dropped until the client closes or LINGER_S have passed.
     """
 
     is_receiving = False  # set by the connection: a body is arriving
@@ -52,7 +52,7 @@ class LingeringTransport:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._is_lingering = False
-        self.write = transport.write  # every token passes here
+        self.write = transport.write  # called for every token, so without a wrapper
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -61,7 +61,7 @@ class LingeringTransport:
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """The second call does not wait."""
+        """A second call closes without waiting."""
         if self.is_closing() or not self.is_receiving:
             self._transport.close()
             return
@@ -72,10 +72,10 @@ class LingeringTransport:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: bounds the time and the bytes of a request up to its end.
+    """One connection, with limits on the time and size of a request's header.
 
-    The header has a deadline here, the body one in `server/body.py`. A reply that begins before
-    the whole request has arrived ends the connection.
+    `server/body.py` limits the body. A reply that begins before the request is complete ends the
+    connection.
     """
 
     transport: LingeringTransport  # type: ignore[assignment]
@@ -90,12 +90,12 @@ class HttpConnection(HttpToolsProtocol):
         self._header_timeout_s = header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
-        self._keep_alive = False  # whether the connection stays once the request is complete
-        self._num_header_bytes = 0  # of the request that arrives now
-        self._num_body_bytes = 0  # of the piece that is parsed now
+        self._keep_alive = False  # whether the connection stays open after the request
+        self._num_header_bytes = 0  # of the current request
+        self._num_body_bytes = 0  # of the current piece
 
     def is_overdue(self, now_s: float) -> bool:
-        """Whether the client has had time to send its request and nothing else is in work."""
+        """Whether the client took too long to send its request, and no reply is being sent."""
         if self.incomplete_since_s is None:
             return False
         waited_s = now_s - self.incomplete_since_s
@@ -121,7 +121,7 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), _PIECE_BYTES):
             if self.transport.is_closing():
-                return  # dropped
+                return  # the rest is dropped
             self._parse(data[at : at + _PIECE_BYTES])
 
     def _parse(self, piece: bytes) -> None:
@@ -133,7 +133,7 @@ class HttpConnection(HttpToolsProtocol):
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self.transport.abort()
         elif self.cycle.response_complete:
-            # Empty lines before a request: they have ended uvicorn's keep-alive timer.
+            # Empty lines before a request have cancelled uvicorn's keep-alive timer.
             self._await_header()
 
     # ---- the parser's side
@@ -144,14 +144,14 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_header:  # else it is a trailer, which nothing here reads
+        if self._in_header:  # else it is a trailer, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_header = False
         self._end_deadline()
         super().on_headers_complete()
-        # Only a request that has arrived whole leaves a connection that can be used again.
+        # The connection can be used again only after a complete request.
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.transport.is_receiving = True
 
@@ -196,7 +196,7 @@ class HttpServer:
             ws="none",
             lifespan="on",
             access_log=False,
-            log_config=None,  # observe.log has its loggers
+            log_config=None,  # observe.log configures its loggers
             server_header=False,
             proxy_headers=False,
             log_level=options.uvicorn_log_level,
@@ -217,18 +217,18 @@ class HttpServer:
             await asyncio.sleep(0.005)
         self._acceptor = Acceptor(
             self._sock,
-            server.server_state.connections,  # type: ignore[arg-type]  # ours: HttpConnection
+            server.server_state.connections,  # type: ignore[arg-type]  # they are HttpConnections
             self._make_protocol,
             max_connections=self._max_connections,
             write_timeout_s=self._options.write_timeout_s,
         )
 
     async def stop(self, *, grace_s: float) -> None:
-        """Close the listener, let replies flush for `grace_s`, then cut what is left."""
+        """Close the listener, let replies finish for `grace_s`, then abort the rest."""
         if self._acceptor is not None:
             self._acceptor.close()
         server = self._uvicorn
-        # It would log a traceback for each request that is cut off; the caller has said so.
+        # uvicorn would log a traceback for each aborted request; the caller has logged the stop.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         server.should_exit = True

@@ -1,4 +1,4 @@
-"""What the server says of itself: models, health, readiness, metrics, version. Read-only."""
+"""GET endpoints: models, health, readiness, metrics, version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.server.failures import NotReady
+from paceline.server.failures import NotReady, short_reason
 from paceline.server.generate import json_response
 from paceline.server.replies import ModelCard, ModelList
 from paceline.server.service import LOADING_RETRY_S, Service, State
@@ -30,16 +30,26 @@ class InfoEndpoints:
         return json_response(self._card(name))
 
     async def health(self, request: Request) -> Response:
-        """Live: the process answers and its engine, if there is one yet, has not died."""
-        if self._service.death is not None:
-            raise self._service.death
-        return json_response({"status": "ok"})
+        """Liveness: the engine has not ended for good. It may be loading or restarting: whoever
+        ends the server then would lose what the restart saves."""
+        service = self._service
+        if service.engine_error is not None:
+            raise service.engine_error
+        stats = service.metrics.stats
+        if not stats.num_restarting:
+            return json_response({"status": "ok"})
+        status = "restarting" if stats.is_restarting else "degraded"
+        serving = f"{stats.num_replicas - stats.num_restarting} of {stats.num_replicas}"
+        reason = short_reason(stats.restart_reason)
+        return json_response({"status": status, "replicas_serving": serving, "reason": reason})
 
     async def ready(self, request: Request) -> Response:
-        """Whether to send requests here."""
+        """Readiness: whether the server takes requests now."""
         state = self._service.state
-        response = json_response({"status": state.value}, 200 if state is State.READY else 503)
-        if state is State.LOADING:
+        is_restarting = state is State.READY and self._service.metrics.stats.is_restarting
+        status = "restarting" if is_restarting else state.value
+        response = json_response({"status": status}, 200 if status == State.READY.value else 503)
+        if is_restarting or state is State.LOADING:
             response.headers["Retry-After"] = str(LOADING_RETRY_S)
         return response
 

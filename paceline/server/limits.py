@@ -1,7 +1,7 @@
-"""How large each part of a request may be. Checked before anything is done with it.
+"""Size limits of each part of a request, checked before any other work.
 
-LIMITS is the one table: requests are checked against it and docs/reference shows it. Work that a
-request causes is bounded by these sizes, so that one request cannot hold the event loop.
+LIMITS is the only table: requests are checked against it, and docs/reference shows it. The sizes
+bound the work of a request, so that one request cannot block the event loop.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from paceline.request import (
     MAX_LOGIT_BIAS,
     MAX_OWN_STOP_TOKEN_IDS,
 )
+from paceline.server.requests import WITHOUT_EFFECT
 
 KIB = 1 << 10
 
-# Of a whole body. A JSON decoder builds an object for each of these without pause.
+# Limits of a whole body. A JSON decoder builds an object for each of these without a pause.
 MAX_VALUES = 1 << 20
 MAX_MEMBERS = 1 << 17
 MAX_CONTAINERS = 1 << 17
 _MEMBERS = "members of objects"
 _MOST = {"values": MAX_VALUES, _MEMBERS: MAX_MEMBERS, "objects and arrays": MAX_CONTAINERS}
-# A smaller body cannot break any limit above, and no field in it any limit in bytes.
+# A smaller body cannot exceed any limit above, nor any limit in bytes of LIMITS.
 _SMALL_BODY = 64 * KIB
 
-# A string with its quotes. The last one of a broken body may lack its end: without that case each
-# of its escaped quotes would be tried as a beginning.
+# A string with its quotes. The last string of a broken body may have no end quote; without that
+# case the regex would try each of its escaped quotes as a beginning.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _PIECES = 4096
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # finds where each value ends
@@ -42,7 +43,7 @@ _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # finds where each v
 
 @dataclass(frozen=True)
 class Limit:
-    """None is no limit other than that of the body."""
+    """None: limited only by the size of the body."""
 
     entries: int | None = None  # of a list or an object
     chars: int | None = None  # of the string, or of each string in the list
@@ -50,15 +51,30 @@ class Limit:
 
 
 _FREE_FORM = Limit(json_bytes=64 * KIB)
+_GRAMMAR = Limit(json_bytes=256 * KIB)  # the engine has a smaller limit for the grammar in it
+_STOPS = Limit(entries=64, chars=1024)  # each new text is searched for all; OpenAI allows 4
 LIMITS: Mapping[str, Limit] = {
     "model": Limit(chars=4096),
     "messages": Limit(entries=16_384),
     "messages[].content": Limit(entries=16_384),
     "messages[].name": Limit(chars=256),
+    "messages[].tool_calls": Limit(entries=1024),
+    "messages[].tool_call_id": Limit(chars=256),
+    # Every prompt shows all tools, and a grammar may hold all of their schemas.
+    "tools": Limit(entries=1024, json_bytes=1 << 20),
+    "tool_choice": _FREE_FORM,
+    "reasoning_effort": Limit(chars=256),
+    "input": Limit(entries=16_384),
+    "include": Limit(entries=64),
+    "text": _GRAMMAR,
+    "output_config": _GRAMMAR,
+    "output_format": _GRAMMAR,
+    "context_management": _FREE_FORM,
+    "client_metadata": _FREE_FORM,
+    "stop_sequences": _STOPS,
     "prompt": Limit(entries=MAX_VALUES),
     "tokens": Limit(entries=MAX_VALUES),
-    # Each emitted text is searched for every one of them. OpenAI allows 4.
-    "stop": Limit(entries=64, chars=1024),
+    "stop": _STOPS,
     "stop_token_ids": Limit(entries=MAX_OWN_STOP_TOKEN_IDS),
     "bad_words": Limit(entries=MAX_BAD_WORDS, chars=MAX_BAD_WORD_CHARS),
     "allowed_token_ids": Limit(entries=1 << 19),
@@ -67,22 +83,19 @@ LIMITS: Mapping[str, Limit] = {
     "chat_template": Limit(chars=128 * KIB),
     "chat_template_kwargs": _FREE_FORM,
     "extra_args": _FREE_FORM,
-    "metadata": _FREE_FORM,
-    "user": _FREE_FORM,
-    "service_tier": _FREE_FORM,
-    "prompt_cache_key": _FREE_FORM,
-    "prompt_cache_options": _FREE_FORM,
-    "prompt_cache_retention": _FREE_FORM,
-    "safety_identifier": _FREE_FORM,
+    "speculative": _FREE_FORM,
+    "response_format": _GRAMMAR,
+    "structured_outputs": _GRAMMAR,
+    **dict.fromkeys(sorted(WITHOUT_EFFECT), _FREE_FORM),
 }
 
 
 def check_body(body: bytes) -> None:
-    """Limits that must hold before a body is decoded. A body that is not JSON may pass."""
+    """Check the limits that must hold before decoding. A body that is not JSON may pass."""
     if len(body) <= _SMALL_BODY:
         return
     broken = _broken_limit(body)
-    # Millions of members may all be fields: finding their sizes would build them.
+    # Finding field sizes builds an object per field, and there may be millions.
     sizes = {} if broken == _MEMBERS else _field_sizes(body)
     for name, size in sizes.items():
         limit = LIMITS[name].json_bytes if name in LIMITS else None
@@ -98,24 +111,23 @@ def check_body(body: bytes) -> None:
 
 
 def _field_sizes(body: bytes) -> dict[str, int]:
-    """The bytes of each field's value. Empty for a body that is no JSON object."""
+    """The size in bytes of each field's value; {} if the body is not a JSON object."""
     try:
         return {name: len(memoryview(raw)) for name, raw in _RAW_FIELDS.decode(body).items()}
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return {}  # decoding it stops at the same place and explains why
+        return {}  # decoding fails later and explains why
 
 
 def check_fields(raw: Mapping[str, Any]) -> None:
-    """Limits of each field of a decoded body. Values of a wrong type are left to conversion."""
+    """Check the limits of each field of a decoded body. Conversion reports wrong types."""
     for name, value in raw.items():
         if name in LIMITS:
             _check_one(name, value, LIMITS[name])
     for i, message in enumerate(raw["messages"] if type(raw.get("messages")) is list else ()):
         if type(message) is dict:
-            # A text has no entries: only a list of parts is counted.
-            content, where = message.get("content"), f"messages[{i}]"
-            _check_one(f"{where}.content", content, LIMITS["messages[].content"])
-            _check_one(f"{where}.name", message.get("name"), LIMITS["messages[].name"])
+            # Only a list of content parts has entries; text has none.
+            for name in ("content", "name", "tool_calls", "tool_call_id"):
+                _check_one(f"messages[{i}].{name}", message.get(name), LIMITS[f"messages[].{name}"])
 
 
 def _check_one(name: str, value: Any, limit: Limit) -> None:
@@ -135,8 +147,8 @@ def _too_much(name: str, size: int, limit: int, unit: str) -> InvalidRequest:
 
 
 def _broken_limit(body: bytes) -> str | None:
-    """The key in _MOST of the first limit that the body breaks."""
-    # Strings hold such bytes too, but seldom that many: most bodies need no second look.
+    """The key in _MOST of the first limit that the body exceeds."""
+    # This also counts bytes inside strings. Most bodies are below the limits anyway.
     if _over(_counts(body)) is None:
         return None
     counts = (0, 0, 0)
@@ -163,7 +175,7 @@ def _counts(piece: bytes) -> tuple[int, int, int]:
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
     at = 0
-    # Beyond this many strings a valid body has broken a limit.
+    # A valid body with more strings exceeds a limit.
     for string in islice(_STRING.finditer(body), 2 * MAX_VALUES):
         yield body[at : string.start()]
         at = string.end()

@@ -1,7 +1,4 @@
-"""The listening socket and who gets in: binds, accepts, keeps below the limit of open files.
-
-Hands each connection to uvicorn's protocol; knows nothing of HTTP itself.
-"""
+"""The listening socket: binds, and accepts connections within the limit of open files."""
 
 from __future__ import annotations
 
@@ -13,39 +10,30 @@ import resource
 import socket
 from collections.abc import Callable, Iterable
 from ipaddress import ip_address
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
 from paceline.server.options import ServerOptions
 
+if TYPE_CHECKING:
+    from paceline.server.http import HttpConnection
+
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-# Descriptors for everything that is not a connection: the engine's socket, files, the loop.
+# File descriptors that are no connections: the engine's socket, files, the event loop.
 RESERVED_FILES = 64
-# Connections that stay free for saying 429 when every other one holds a running request.
+# One in SPARE_SHARE connections is kept for answering 429 when the others run requests.
 SPARE_SHARE = 4
 _ACCEPTS_PER_TURN = 64
 _RETRY_S = 0.05
 _ROOM_INTERVAL_S = 0.25
-_ROOM_SHARE = 16  # a sixteenth of the places is made free at a time
+_ROOM_SHARE = 16  # 1/16 of the connections is closed at a time
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class Connection(Protocol):
-    """What the acceptor needs of uvicorn's HttpToolsProtocol."""
-
-    cycle: Any  # the request in work or the last one; None before the first
-    transport: Any
-    incomplete_since_s: float | None  # by the loop's clock: a request arrives since then
-
-    def is_overdue(self, now_s: float) -> bool: ...
-
-    def shutdown(self) -> None: ...
-
-
 def bind(options: ServerOptions) -> socket.socket:
-    """The listening socket, before anything expensive happens."""
+    """Open the listening socket."""
     host, port = options.host, options.port
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -82,14 +70,14 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def url_of(sock: socket.socket) -> str:
-    """An address that a client on this machine can use."""
+    """A URL for clients on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def connection_limit(options: ServerOptions) -> int:
-    """Raise the limit of open files as far as it goes and leave some for ourselves."""
+    """Raise the soft limit of open files to the hard one; most of it is for connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -102,24 +90,24 @@ def connection_limit(options: ServerOptions) -> int:
 
 
 def request_limit(options: ServerOptions, max_connections: int) -> int:
-    """Most open requests: some connections are kept for refusing the others at once."""
+    """Most open requests; some connections are kept for refusing further requests."""
     return max(1, min(options.max_waiting, max_connections - max_connections // SPARE_SHARE))
 
 
 class Acceptor:
-    """Accepts while there is room. At the limit newcomers wait in the kernel's queue."""
+    """Accepts up to `max_connections`. Beyond that, clients wait in the kernel's queue."""
 
     def __init__(
         self,
         sock: socket.socket,
-        connections: Iterable[Connection],
+        connections: Iterable[HttpConnection],
         make_protocol: Callable[[], asyncio.Protocol],
         *,
         max_connections: int,
         write_timeout_s: float,
     ) -> None:
         self._sock = sock
-        self._connections = connections  # uvicorn's set, which it keeps itself
+        self._connections = connections  # uvicorn's set; it adds and removes
         self._make_protocol = make_protocol
         self._max = max_connections
         self._write_timeout_ms = int(write_timeout_s * 1000)
@@ -132,7 +120,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stop listening; open connections stay."""
+        """Stop listening. Open connections stay."""
         self._is_closed = True
         self._pause()
         self._sock.close()
@@ -140,7 +128,7 @@ class Acceptor:
     def lost(self) -> None:
         """A connection has ended."""
         self._num_open -= 1
-        if self._num_open <= self._max - self._max // _ROOM_SHARE:  # not for every single place
+        if self._num_open <= self._max - self._max // _ROOM_SHARE:  # not for each lost connection
             self._resume()
 
     def _resume(self) -> None:
@@ -166,7 +154,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                # Someone else in this process holds the files; what waits in the queue stays.
+                # Other code in this process has used up the descriptors. Clients stay queued.
                 logger.warning("cannot accept: %s; trying again", error.strerror)
                 self._pause()
                 self._make_room()
@@ -180,8 +168,8 @@ class Acceptor:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # The kernel ends a connection whose peer acknowledges or reads nothing for so long;
-            # for us that is a client that went away.
+            # The kernel ends a connection whose peer reads nothing for this long. The server then
+            # sees a disconnect.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._write_timeout_ms)
         task = self._loop.create_task(self._connect(sock))
         self._starting.add(task)
@@ -195,7 +183,7 @@ class Acceptor:
             self.lost()
 
     def _make_room(self) -> None:
-        """End the oldest connections with an overdue request, and all that wait for a next one."""
+        """End the oldest connections whose request is overdue, and all idle ones."""
         now_s = self._loop.time()
         overdue = [c for c in self._connections if c.is_overdue(now_s)]
         overdue.sort(key=lambda c: c.incomplete_since_s or now_s)
@@ -204,7 +192,7 @@ class Acceptor:
         if self._room_timer is None:
             self._room_timer = self._loop.call_later(_ROOM_INTERVAL_S, self._make_room_again)
             for connection in list(self._connections):
-                if connection.cycle is not None:  # a fresh one is about to ask
+                if connection.cycle is not None:  # a new connection will send a request
                     connection.shutdown()
 
     def _make_room_again(self) -> None:
@@ -212,3 +200,10 @@ class Acceptor:
         self._resume()
         if not self._is_closed and not self._is_listening:
             self._make_room()
+
+
+def curl_line(url: str, options: ServerOptions) -> str:
+    """A curl command that sends a chat request."""
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if options.needs_key else ""
+    message = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'"

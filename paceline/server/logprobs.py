@@ -1,6 +1,6 @@
-"""Token tables to the shapes of replies: chat's, text completions', vLLM's for prompts.
+"""Logprobs in the forms of replies: chat, text completions, and vLLM's prompt logprobs.
 
-Owns bytes and offsets of tokens. Values are raw: the model's distribution before any sampling.
+Values are raw: the model's distribution before sampling parameters are applied.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.server.replies import (
 )
 
 if TYPE_CHECKING:
+    from paceline.engine.outputs import TokenTable
     from paceline.text.tokenizer import Tokenizer
 
-TokenTable = dict[int, Logprob]
 # OpenAI's value for "very unlikely"; JSON has no infinity.
 LOWEST = -9999.0
 
@@ -30,25 +30,19 @@ LOWEST = -9999.0
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[TokenTable], top: int
 ) -> ChatLogprobs:
+    def entry(token: int, logprob: Logprob) -> tuple[str, float, list[int]]:
+        raw = tokenizer.token_bytes(token)
+        return tokenizer.token_text(token), finite(logprob), list(raw)
+
     content = []
     for token, table in zip(token_ids, tables, strict=False):
-        best = [
-            TopLogprob(tokenizer.token_text(t), finite(lp), list(tokenizer.token_bytes(t)))
-            for t, lp in most_likely(table, top)
-        ]
-        content.append(
-            TokenLogprob(
-                tokenizer.token_text(token),
-                finite(table[token]),
-                list(tokenizer.token_bytes(token)),
-                best,
-            )
-        )
+        best = [TopLogprob(*entry(t, logprob)) for t, logprob in most_likely(table, top)]
+        content.append(TokenLogprob(*entry(token, table[token]), best))
     return ChatLogprobs(content)
 
 
 def prompt_logprobs(tables: Sequence[TokenTable | None], top: int) -> PromptLogprobs:
-    """vLLM's form: per position the prompt's own token and the likeliest, keyed by id."""
+    """vLLM's form: per position the prompt's token and the most likely ones, keyed by id."""
     return [None if table is None else _prompt_entry(table, top) for table in tables]
 
 
@@ -62,7 +56,7 @@ def _prompt_entry(table: TokenTable, top: int) -> dict[str, PromptLogprob]:
 
 
 def most_likely(table: TokenTable, top: int) -> Iterable[tuple[int, Logprob]]:
-    """The `top` likeliest of a table; the sampled token is in it even when it is not one."""
+    """The `top` most likely tokens of a table, which may also hold a less likely sampled token."""
     return sorted(table.items(), key=lambda item: -item[1].logprob)[:top]
 
 
@@ -72,9 +66,9 @@ def finite(value: Logprob) -> float:
 
 
 class TextTokens:
-    """The tokens of one text completion in OpenAI's legacy form, with their offsets in the text.
+    """Logprobs of one text completion, prompt first, in OpenAI's legacy form.
 
-    Offsets follow the tokens' bytes, so a character of several tokens has one offset.
+    Offsets follow the tokens' bytes, so the tokens of one character have the same offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool) -> None:
@@ -88,47 +82,50 @@ class TextTokens:
         self, text: str, token_ids: Sequence[int], tables: Sequence[TokenTable | None]
     ) -> TextLogprobs:
         """The echoed prompt; its first token has no logprob."""
-        shape = TextLogprobs([], [], [], [])
+        found = TextLogprobs()
         for token, table in zip(token_ids, tables, strict=False):
-            # A begin token that the tokenizer put there is no part of the text.
+            # A begin token that the tokenizer added is not part of the text.
             special = token in self._tokenizer.special_ids
             is_shown = not special or text.startswith(
                 self._tokenizer.token_text(token), self._offset
             )
-            self._add(shape, token, table, is_shown)
-        self.skip_to(len(text))
-        return shape
-
-    def skip_to(self, offset: int) -> None:
-        self._offset = offset
+            self._add(found, token, table, is_shown)
+        self._offset = len(text)
         self._decoder.reset()
+        return found
 
-    def output(self, token_ids: Sequence[int], tables: Sequence[TokenTable]) -> TextLogprobs:
-        shape = TextLogprobs([], [], [], [])
+    def output(
+        self,
+        token_ids: Sequence[int],
+        tables: Sequence[TokenTable],
+        prompt: TextLogprobs | None = None,
+    ) -> TextLogprobs:
+        """Output tokens; they are appended to `prompt` if it is given."""
+        found = TextLogprobs() if prompt is None else prompt
         for token, table in zip(token_ids, tables, strict=False):
             special = token in self._tokenizer.special_ids
-            self._add(shape, token, table, not (special and self._skip_special))
-        return shape
+            self._add(found, token, table, not (special and self._skip_special))
+        return found
 
     def _add(
-        self, shape: TextLogprobs, token: int, table: TokenTable | None, is_shown: bool
+        self, found: TextLogprobs, token: int, table: TokenTable | None, is_shown: bool
     ) -> None:
-        shape.tokens.append(self._name(token))
-        shape.text_offset.append(self._offset)
+        found.tokens.append(self._name(token))
+        found.text_offset.append(self._offset)
         if table is None:
-            shape.token_logprobs.append(None)
-            shape.top_logprobs.append(None)
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
         else:
-            shape.token_logprobs.append(finite(table[token]))
+            found.token_logprobs.append(finite(table[token]))
             best = {self._name(t): finite(lp) for t, lp in most_likely(table, self._top)}
             # The legacy form always shows the token itself among the top ones.
             best.setdefault(self._name(token), finite(table[token]))
-            shape.top_logprobs.append(best)
+            found.top_logprobs.append(best)
         if is_shown:
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def _name(self, token: int) -> str:
-        """The token as text; one that is no whole characters as OpenAI writes it, `bytes:\\xe2`."""
+        """The token as text. Broken UTF-8 is written as by OpenAI: `bytes:\\xe2`."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()

@@ -1,52 +1,35 @@
 """Request fields to SamplingParams: the request's value, else the model's default, else OpenAI's.
 
-Knows no engine and no text; what values may be is checked by SamplingParams itself.
+SamplingParams checks the ranges of values.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams
 from paceline.server.requests import ChatRequest, CompletionRequest, GenerateFields
+from paceline.server.structured import structured_outputs
 
 OPENAI_COMPLETION_TOKENS = 16
-# Entries of tables that every sequence of a request is sent with, over all its sequences.
+# Entries of per-sequence tables, summed over all sequences of a request.
 MAX_TABLE_ENTRIES = 1 << 19
+_TEXT_PER_ENTRY = 16  # a grammar is only copied; its bytes count less than the entries of a table
+_UNITS = {"extra_args": "bytes of JSON", "structured_outputs": f"times {_TEXT_PER_ENTRY} bytes"}
 
-# Fields that go to SamplingParams under their own name.
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "seed",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "logits_processors",
-    "extra_args",
-    "num_speculative_tokens",
-)
+_SHARED_NAMES = [
+    f.name for f in fields(SamplingParams) if f.name in GenerateFields.__struct_fields__
+]
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Chat without max_tokens may fill the room that the prompt leaves."""
+    """Without max_tokens, a chat reply may fill the rest of the context."""
     new, old = request.max_completion_tokens, request.max_tokens
     if new is not None and old is not None and new != old:
         raise InvalidRequest(
@@ -57,35 +40,28 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
     if request.echo and not request.continue_final_message:
         raise InvalidRequest(
-            "echo in chat shows the message that is continued; it needs continue_final_message.",
+            "echo in chat repeats the continued message; it needs continue_final_message: true.",
             param="echo",
         )
     values = _common(request, defaults)
-    asked = new if new is not None else old
-    if asked is not None:
-        values["max_tokens"] = asked
+    if new is not None:
+        values["max_tokens"] = new
     values.setdefault("max_tokens", None)
     values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    return _build(values, request)
+    return SamplingParams(**values)
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Text completion without max_tokens gives OpenAI's 16."""
+    """Without max_tokens, a text completion has OpenAI's 16 tokens."""
     values = _common(request, defaults)
-    if request.max_tokens is not None:
-        values["max_tokens"] = request.max_tokens
     values.setdefault("max_tokens", OPENAI_COMPLETION_TOKENS)
     if values["max_tokens"] == 0 and request.echo:
-        # Scores the prompt alone: the engine must sample a token, and the reply leaves it out.
+        # Only the prompt is scored. The engine must sample one token; the reply omits it.
         values["max_tokens"], values["min_tokens"] = 1, 0
     values["logprobs"] = request.logprobs
     if request.echo and request.logprobs is not None:
         values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return _build(values, request)
-
-
-def scores_prompt_only(request: CompletionRequest) -> bool:
-    return bool(request.echo) and request.max_tokens == 0
+    return SamplingParams(**values)
 
 
 def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,21 +73,21 @@ def _common(request: GenerateFields, defaults: Mapping[str, Any]) -> dict[str, A
             "continuous_usage_stats needs include_usage: true.",
             param="stream_options.continuous_usage_stats",
         )
-    values = dict(defaults)
-    for name in _SAME_NAME:
-        value = getattr(request, name)
-        if value is not None:
-            values[name] = value
-    return values
+    given = {name: getattr(request, name) for name in _SHARED_NAMES}
+    given["structured_outputs"] = structured_outputs(request)
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
 
 
-def check_tables(params: SamplingParams, num_sequences: int) -> None:
-    """Raise when the tables of a request, once for each sequence, come to too much."""
+def check_table_sizes(params: SamplingParams, num_sequences: int) -> None:
+    """Raise if the tables of all sequences together are too large; each sequence has a copy."""
     sizes = {name: len(getattr(params, name) or ()) for name in ("allowed_token_ids", "logit_bias")}
     sizes["extra_args"] = len(json.dumps(params.extra_args)) if params.extra_args else 0
+    structured = params.structured_outputs
+    if structured is not None:
+        sizes["structured_outputs"] = len(json.dumps(structured.as_dict())) // _TEXT_PER_ENTRY
     name = max(sizes, key=sizes.__getitem__)
     if sum(sizes.values()) * num_sequences > MAX_TABLE_ENTRIES:
-        unit = "bytes of JSON" if name == "extra_args" else "entries"
+        unit = _UNITS.get(name, "entries")
         raise InvalidRequest(
             f"{name} has {sizes[name]} {unit} for each of {num_sequences} sequences; "
             f"{MAX_TABLE_ENTRIES} in all is the limit. Ask for fewer sequences at a time.",
@@ -119,22 +95,24 @@ def check_tables(params: SamplingParams, num_sequences: int) -> None:
         )
 
 
-def _build(values: Mapping[str, Any], request: GenerateFields) -> SamplingParams:
+@contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that are raised within have the client's names of fields."""
     try:
-        return SamplingParams(**values)
+        yield
     except InvalidRequest as error:
-        raise as_asked(error, request) from None
+        raise with_client_names(error, names) from None
 
 
-def as_asked(error: InvalidRequest, request: GenerateFields) -> InvalidRequest:
-    """The error by the name that the client wrote, where ours is another."""
-    if not isinstance(request, ChatRequest) or error.param is None:
-        return error
-    names = {"logprobs": "top_logprobs", "prompt": "messages"}
-    if request.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    name = names.get(error.param, error.param)
-    # Messages about a parameter begin with its name; those about a prompt do not.
-    error.args = (re.sub(rf"^{error.param}\b", name, str(error)),)
-    error.param = name
+def with_client_names(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """The error with the client's name of a field. `names` maps our names, which may be the
+    beginning of a path, to the client's."""
+    param = error.param or ""
+    ours = [n for n in names if param == n or param.startswith((f"{n}.", f"{n}["))]
+    if ours:
+        longest = max(ours, key=len)
+        name = names[longest] + param[len(longest) :]
+        # Messages about a parameter begin with its name; messages about a prompt do not.
+        error.args = (re.sub(rf"^'?{re.escape(param)}(?!\w)'?", name, str(error)),)
+        error.param = name
     return error

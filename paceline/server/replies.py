@@ -1,4 +1,4 @@
-"""The bodies of replies as types, in OpenAI's order of fields. Owns their bytes and nothing else.
+"""The bodies of replies as types, in OpenAI's order of fields, and their encoding.
 
 A field set to UNSET is left out; None is written as null.
 """
@@ -18,10 +18,13 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Drafts are predictions: accepted ones are in the output, rejected ones are not."""
+    """Drafts count as predictions. Forced tokens, for which a grammar left no choice, are shown for
+    requests with structured output."""
 
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    forced_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -30,6 +33,24 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+
+
+class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
+    """How the drafts of one request did. Names are vLLM's."""
+
+    mean_acceptance_length: float  # tokens per step with drafts, the bonus token included
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # steps by the number of drafts that they accepted
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # most drafts of a step
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class ReplyMetrics(msgspec.Struct):
+    speculative_decoding: SpecDecodeMetrics
 
 
 class TopLogprob(msgspec.Struct):
@@ -51,12 +72,12 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """The legacy form: four lists side by side."""
+    """The legacy form: four lists of equal length."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
 
 
 class PromptLogprob(msgspec.Struct):
@@ -65,10 +86,43 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallChunk(msgspec.Struct, kw_only=True):
+    """The first chunk of a call has its id, type and name; the others have more arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
+class TokenOrigin(msgspec.Struct):
+    """An output token and where it came from: an accepted draft, an accepted draft for which a
+    grammar left no other choice, or drawn from the model's distribution."""
+
+    token: str
+    source: Literal["draft", "forced", "drawn"]
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """Reasoning has two names: vLLM's `reasoning` and DeepSeek's `reasoning_content`."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -78,6 +132,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    token_sources: list[TokenOrigin] | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct, kw_only=True):
@@ -90,11 +145,15 @@ class ChatReply(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -104,6 +163,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    token_sources: list[TokenOrigin] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -116,6 +176,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
@@ -125,12 +186,13 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    token_sources: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class TextReply(msgspec.Struct, kw_only=True):
-    """Whole replies and chunks have the same shape; chunks carry usage only when asked."""
+    """Whole replies and chunks have the same fields; chunks have usage only on request."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -139,6 +201,7 @@ class TextReply(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -163,6 +226,16 @@ class Tokens(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    vocab_size: int
+    model_max_length: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    special_tokens: dict[str, str]  # by name, such as eos_token
+    all_special_ids: list[int]
+    chat_template: str | dict[str, str] | None  # a dict if there are several
+
+
 class Text(msgspec.Struct):
     prompt: str
 
@@ -178,6 +251,16 @@ class ErrorReply(msgspec.Struct):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -190,5 +273,10 @@ def to_event(reply: Any) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(reply)
 
 
+def to_named_event(name: str, reply: Any) -> bytes:
+    """One server-sent event with its name, as Responses and Messages have them."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(reply))
+
+
 DONE_EVENT = b"data: [DONE]\n\n"
-PING_EVENT = b": waiting\n\n"  # a comment: clients skip it, proxies see life
+PING_EVENT = b": waiting\n\n"  # a comment, which clients skip

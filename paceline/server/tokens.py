@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes. Owns nothing but those."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from paceline.server.body import read_body, read_request
 from paceline.server.conversation import render
 from paceline.server.fields import convert, decode_object
 from paceline.server.generate import json_response
-from paceline.server.replies import Text, Tokens
+from paceline.server.replies import Text, TokenizerInfo, Tokens
 from paceline.server.requests import Detokenize, TokenizeChat, TokenizeText
 from paceline.server.service import Service
+from paceline.server.tools import read_tool_use
 
-# A hundred bytes are needed for each character while it is tokenised.
+# Tokenising needs about a hundred bytes per character.
 MAX_TOKENIZE_CHARS = 1 << 20
 
 
@@ -31,8 +32,9 @@ class TokenEndpoints:
             asked = await service.off_loop(size, lambda: _either(body))
             service.resolve_model(asked.model)
             if isinstance(asked, TokenizeChat):
-                text = await render(service, asked, size)
-                special = bool(asked.add_special_tokens)  # the template brings its own
+                shown = read_tool_use(asked.tools).shown(hide_if_none=False)
+                text = await render(service, asked, size, {"tools": shown})
+                special = bool(asked.add_special_tokens)  # the template adds its own
             else:
                 text = asked.prompt
                 special = asked.add_special_tokens is not False
@@ -70,6 +72,22 @@ class TokenEndpoints:
                 return json_response(Text(text))
 
             return await service.off_loop(size, work)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        client, template = self._service.client, self._service.chat_template
+        tokenizer, texts = client.tokenizer, template.texts
+        only = next(iter(texts.values()), None) if len(texts) < 2 else None
+        return json_response(
+            TokenizerInfo(
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=client.info.max_model_len,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                special_tokens=tokenizer.named_tokens,
+                all_special_ids=sorted(tokenizer.special_ids),
+                chat_template=texts if len(texts) > 1 else only,
+            )
+        )
 
 
 def _either(body: bytes) -> TokenizeChat | TokenizeText:

@@ -1,6 +1,7 @@
-"""Token ids of one request to text as they arrive: whole characters, and stop strings never shown.
+"""Turns the token ids of one sequence into text as they arrive, and finds stop strings.
 
-Owns the text that is held back. Never decides the stops that the device decides (EOS, lengths).
+Text is held back until its characters are complete and it cannot begin a stop string. EOS, stop
+tokens and lengths are decided on the device.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from tokenizers.decoders import DecodeStream
 
 from paceline.text.tokenizer import Tokenizer
 
-# Tokens of the prompt that the first output token is decoded after. More are taken when the first
-# of them is in the middle of a character: with byte tokens a whole run can be broken by that.
+# The first output token is decoded after this many tokens of the prompt. More are used if the
+# first of them is in the middle of a character.
 _CONTEXT_TOKENS = 6
 _MOST_CONTEXT_TOKENS = 66
 _MOST_CHAR_BYTES = 4
-# A longer run of tokens that show nothing is broken UTF-8 or special tokens.
+# A longer run of tokens without text is broken UTF-8 or special tokens.
 _MOST_PENDING = 16
 _BROKEN = "\ufffd"
 
 
 class TextDelta(NamedTuple):
-    """Text that may be shown now, how many of the pushed tokens count, the stop string found."""
+    """New text, the number of pushed tokens that count, and the stop string if one was found."""
 
     text: str
     num_tokens: int
@@ -31,7 +32,7 @@ class TextDelta(NamedTuple):
 
 
 class Detokenizer:
-    """Push the tokens of each step; the texts that come back, joined, are the output's text.
+    """Push the tokens of each step. The returned texts, joined, are the text of the output.
 
     A stop string counts when the token that completes it is number `min_tokens` or later.
     """
@@ -48,24 +49,24 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._pending: list[int] = []  # tokens whose text has not come out yet
-        # The first of them may be the prompt's, and so may the first characters of their text.
+        self._pending: list[int] = []  # tokens without text so far
+        # How many pending tokens, and characters of their text, belong to the prompt.
         self._num_unfinished = self._num_prompt_chars = 0
-        self._last_shown: int | None = None  # the token whose text came out last
-        self._last_clean: int | None = None  # the last one known to be text by itself
+        self._last_shown: int | None = None  # the last token that completed a text
+        self._last_clean: int | None = None  # the last token that decodes to whole characters alone
         self._stream = self._after_prompt(prompt_ids)
         self._num_tokens = 0
         self._min_tokens = min_tokens
-        self._stops = _Stops(stop, include_stop) if stop else None
+        self._stops = _StopStrings(stop, include_stop) if stop else None
         self._stopped: str | None = None
 
     def push(self, ids: Sequence[int], finished: bool) -> TextDelta:
-        """Take the next tokens; `finished` when the request ends with them."""
+        """Add the next tokens; `finished` if the sequence ends with them."""
         if self._stopped is not None:
             return TextDelta("", 0, self._stopped)
         if self._stops is None:
             return self._push_plain(ids, finished)
-        return self._push_watching(ids, finished, self._stops)
+        return self._push_with_stops(ids, finished, self._stops)
 
     def _push_plain(self, ids: Sequence[int], finished: bool) -> TextDelta:
         text = ""
@@ -77,7 +78,9 @@ class Detokenizer:
             text += self._flush()
         return TextDelta(text, len(ids))
 
-    def _push_watching(self, ids: Sequence[int], finished: bool, stops: _Stops) -> TextDelta:
+    def _push_with_stops(
+        self, ids: Sequence[int], finished: bool, stops: _StopStrings
+    ) -> TextDelta:
         shown = ""
         for count, token_id in enumerate(ids, 1):
             piece = self._step(token_id)
@@ -102,14 +105,14 @@ class Detokenizer:
         try:
             piece: str | None = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:
-            # The stream gives up when bytes that follow change how earlier ones decode, which
-            # broken UTF-8 can do. What was shown stays; the rest is decoded on its own.
+            # DecodeStream raises if new bytes change how earlier ones decode, which happens with
+            # broken UTF-8. The text so far stays, and the pending tokens are decoded alone.
             self._pending.append(token_id)
             return self._restart(len(self._pending))
         if piece:
             if self._pending:
                 self._pending.clear()
-                piece = self._behind_prompt(piece)
+                piece = self._without_prompt(piece)
             self._last_shown = token_id
             return piece
         self._pending.append(token_id)
@@ -118,7 +121,7 @@ class Detokenizer:
         return None
 
     def _cut_pending(self) -> str | None:
-        """Let go of a run of broken UTF-8: the stream would decode all of it again every token."""
+        """Emit a run of broken UTF-8; the stream would decode all of it again for each token."""
         whole = self._decode(self._pending)
         for keep in range(4, _MOST_PENDING):
             cut = len(self._pending) - keep
@@ -127,9 +130,9 @@ class Detokenizer:
         return self._restart(len(self._pending))
 
     def _restart(self, cut: int) -> str | None:
-        """Show the first `cut` pending tokens as they are; the others go through a new stream."""
+        """Emit the text of the first `cut` pending tokens; decode the others with a new stream."""
         shown, rest, self._pending = self._pending[:cut], self._pending[cut:], []
-        text = self._behind_prompt(self._decode(shown))
+        text = self._without_prompt(self._decode(shown))
         # The new stream stands behind a token with text, lest the next one loses its space.
         for token_id in (self._last_shown, *shown):
             piece = "" if token_id is None else self._decode([token_id])
@@ -142,15 +145,15 @@ class Detokenizer:
         return text or None
 
     def _flush(self) -> str:
-        """What is left at the end: characters that never became whole, as U+FFFD."""
+        """The rest at the end of the sequence; incomplete characters become U+FFFD."""
         text = ""
         if len(self._pending) > self._num_unfinished:
-            text = self._behind_prompt(self._decode(self._pending))
+            text = self._without_prompt(self._decode(self._pending))
         self._pending.clear()
         return text
 
-    def _behind_prompt(self, text: str) -> str:
-        """The text without what the prompt's unfinished tokens had already shown, once."""
+    def _without_prompt(self, text: str) -> str:
+        """The text without the characters that belong to the prompt; removed only once."""
         known = min(self._num_prompt_chars, len(text))
         self._num_prompt_chars -= known
         self._num_unfinished = 0
@@ -160,7 +163,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, self._skip_special) if ids else ""
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, from the beginning of a character on."""
+        """The prompt's last tokens, beginning at the start of a character."""
         for count in range(_CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS, _CONTEXT_TOKENS):
             context = list(prompt_ids[-count:])
             if len(context) < count or not self._decode(context).startswith(_BROKEN):
@@ -168,10 +171,10 @@ class Detokenizer:
         return context
 
     def _after_prompt(self, prompt_ids: Sequence[int]) -> DecodeStream:
-        """A stream that stands behind the prompt's last whole character.
+        """A stream whose position is after the prompt's last complete character.
 
-        Some tokenizers drop the space of the first token they decode, so the output must not be
-        decoded alone. Tokens of a character that the output will complete are pending.
+        Some tokenizers drop the space of the first token that they decode, so the output must not
+        be decoded alone. The prompt's tokens after that character become pending.
         """
         context = self._context(prompt_ids)
         split = len(context)
@@ -184,30 +187,30 @@ class Detokenizer:
             self._pending.append(token_id)
         self._num_unfinished = len(unfinished)
         text = self._decode(unfinished)
-        # Byte tokens show one U+FFFD each; other tokens may hold whole characters and end in the
-        # middle of one, which shows as a single U+FFFD.
+        # Each byte token decodes to one U+FFFD. Another token may contain whole characters and end
+        # within one, which decodes to a single U+FFFD.
         is_one_char = len(unfinished) < _MOST_CHAR_BYTES
         self._num_prompt_chars = len(text.rstrip(_BROKEN) if is_one_char else text[:-1])
         return stream
 
 
-class _Stops:
-    """Looks for stop strings in a growing text, as if it came one character at a time."""
+class _StopStrings:
+    """Searches a growing text for stop strings, as if it grew by single characters."""
 
     def __init__(self, stop: tuple[str, ...], include_stop: bool) -> None:
         self._stop = stop
         self._include = include_stop
         self._reach = max(map(len, stop)) - 1
-        # With the stop string shown there is nothing to hold back.
+        # If the output includes the stop string, no text needs to be held back.
         self._prefixes = set() if include_stop else {s[:n] for s in stop for n in range(1, len(s))}
-        # Most pieces hold neither a character that ends a stop string nor one that ends a prefix.
+        # Most pieces contain no character that ends a stop string or a prefix of one.
         self._final_chars = frozenset(s[-1] for s in stop)
         self._prefix_chars = frozenset(p[-1] for p in self._prefixes)
-        self._tail = ""  # the last characters seen, as far as a stop string can reach back
-        self._num_held = 0  # how many of them have not been shown
+        self._tail = ""  # the last characters, as many as a stop string can need
+        self._num_held = 0  # how many of them were not returned yet
 
     def feed(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string that the piece completes)"""
+        """(text to return, the stop string that the piece completes)"""
         text = self._tail + piece
         shown_to = len(self._tail) - self._num_held
         if may_stop and not self._final_chars.isdisjoint(piece):
@@ -220,13 +223,13 @@ class _Stops:
         return text[shown_to : len(text) - held], None
 
     def release(self) -> str:
-        """The held text; the request ended before it became a stop string."""
+        """The held text, when the sequence ends without a stop string."""
         held = self._tail[len(self._tail) - self._num_held :]
         self._num_held = 0
         return held
 
     def _first(self, text: str, seen: int) -> tuple[int, int, str | None]:
-        """(end, start, stop) of the match that ends first beyond `seen`; then the longest."""
+        """(end, start, stop) of the match that ends first after `seen`; of several, the longest."""
         best: tuple[int, int, str | None] = (len(text) + 1, 0, None)
         for stop in self._stop:
             start = text.find(stop, max(0, seen - len(stop) + 1))
@@ -235,7 +238,7 @@ class _Stops:
         return best
 
     def _held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that begins a stop string."""
         if text[-1] not in self._prefix_chars:
             return 0
         for length in range(min(self._reach, len(text)), 0, -1):

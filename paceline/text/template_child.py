@@ -1,7 +1,7 @@
-"""Renders a chat template that came with a request: in a process with limits on memory and time.
+"""Renders a chat template of a request in a child process with limits on memory and time.
 
-Jinja's sandbox keeps a template from files and modules, but not from `'%1000000000d' % 1` or an
-endless loop. Both sides of the pipe speak JSON.
+Jinja's sandbox denies access to files and modules, but allows `'%1000000000d' % 1` and endless
+loops. Parent and child exchange JSON.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.text.chat import ChatTemplate, Message
+from paceline.text.chat import ChatTemplate, TemplateMessage
 
 MEMORY_MIB = 512
 CPU_S = 2
-WALL_S = 20.0  # for a machine that is busy with other work
+WALL_S = 20.0  # more than CPU_S, for a busy machine
 MAX_CHARS = 1 << 24
 
 _BOOTSTRAP = (
@@ -28,19 +28,19 @@ _BOOTSTRAP = (
 )
 
 
-def render_apart(
+def render_in_child(
     template: str,
     named_tokens: Mapping[str, str],
-    messages: Sequence[Message],
+    messages: Sequence[TemplateMessage],
     arguments: Mapping[str, Any],
 ) -> str:
-    """As `ChatTemplate.render`. Takes a tenth of a second or more: not for the event loop."""
-    asked = json.dumps([template, dict(named_tokens), list(messages), dict(arguments)])
+    """As `ChatTemplate.render`. Takes 0.1 s or more, so do not call it on the event loop."""
+    request = json.dumps([template, dict(named_tokens), list(messages), dict(arguments)])
     command = [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path)]
     try:
         done = subprocess.run(
             command,
-            input=asked.encode(),
+            input=request.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=WALL_S,
@@ -62,7 +62,7 @@ def _stopped(why: str) -> InvalidRequest:
 
 
 def main() -> None:
-    """The child: limits first, then the template."""
+    """Runs in the child: set limits, then render."""
     num_bytes = MEMORY_MIB << 20
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))

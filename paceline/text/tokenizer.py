@@ -1,25 +1,23 @@
-"""Text to token ids and back, over the `tokenizers` package. Knows no chat and no streaming."""
+"""Text to token ids and back, with the `tokenizers` package."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoint.source import ModelFiles
+from paceline.checkpoint.token_bytes import TokenBytes
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
 from paceline.checkpoint.tokenizer_files import load_backend
 from paceline.errors import PromptTooLong, context_length
 
 _MANY_CHARS = 4096
 _MANY_TOKENS = 1024
-# Tokens are shorter than this in any text that is not made of spaces or dashes alone.
+# Average tokens are shorter than this, except in runs of spaces or dashes.
 _HEAD_CHARS_PER_TOKEN = 16
 _SLICE_CHARS = 1 << 16
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -30,12 +28,12 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
 
 
 class Tokenizer:
-    """What the rest of Paceline knows of a tokenizer. `backend` is for the detokenizer."""
+    """A tokenizer and its special tokens. Only the detokenizer uses `backend`."""
 
     def __init__(
         self, backend: Backend, config: TokenizerConfig, fallback: dict[str, Any] | None = None
     ) -> None:
-        # A tokenizer.json may have been saved with limits of its training set-up.
+        # A tokenizer.json may contain truncation and padding from training.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -46,23 +44,24 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
-        self._byte_of_char = _byte_alphabet() if _is_byte_level(backend) else None
+        self._bytes_of = TokenBytes(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > _MANY_CHARS:
-            # Only the package's batch calls let other threads run: streams, in a server.
+            # Only the package's batch calls release the GIL.
             return self.encode_batch([text], add_special_tokens)[0]
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, but a text of far more than `limit` tokens is refused by counting in slices.
+        """As `encode`, but raises PromptTooLong if the text has far more than `limit` tokens.
 
-        A few megabytes at once would take seconds and a hundred times their size in memory.
+        Such a text is tokenised in slices. A few megabytes at once would take seconds and a hundred
+        times their size in memory.
         """
         if len(text) > _HEAD_CHARS_PER_TOKEN * limit + _MANY_CHARS:
             count = 0
             for end in range(_SLICE_CHARS, len(text) + _SLICE_CHARS, _SLICE_CHARS):
-                # Cutting may change the tokens next to the cut, never half of them.
+                # Slicing changes only the tokens at the cuts, far fewer than half of them.
                 count += len(self.encode(text[end - _SLICE_CHARS : end], add_special_tokens))
                 if count > 2 * limit:
                     raise PromptTooLong(
@@ -86,30 +85,15 @@ class Tokenizer:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, its leading space kept; a broken UTF-8 piece shows as U+FFFD."""
+        """One token as text with its leading space; broken UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; empty for an id that the tokenizer does not know."""
+        """The bytes of a token; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._make_bytes(token_id)
+            known = self._bytes[token_id] = self._bytes_of(token_id)
         return known
-
-    def _make_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].content.encode()
-        token = self.backend.id_to_token(token_id) if token_id >= 0 else None
-        if token is None:
-            return b""
-        if self._byte_of_char is not None:
-            if all(char in self._byte_of_char for char in token):
-                return bytes(self._byte_of_char[char] for char in token)
-            return token.encode()
-        byte = _BYTE_TOKEN.fullmatch(token)
-        if byte:
-            return bytes([int(byte[1], 16)])
-        return token.replace("\u2581", " ").encode()
 
     def _id_of(self, name: str, fallback: dict[str, Any] | None) -> int | None:
         text = self.named_tokens.get(name)
@@ -126,23 +110,3 @@ class Tokenizer:
         if token is not None:
             self.named_tokens.setdefault(name, token)
         return int(given)
-
-
-def _is_byte_level(backend: Backend) -> bool:
-    if backend.decoder is None:
-        return False
-    state = json.loads(backend.decoder.__getstate__())
-    steps = [state, *state.get("decoders", [])]
-    return any(step.get("type") == "ByteLevel" for step in steps)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte, the other way round.
-
-    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    table = {chr(b): b for b in printable}
-    table.update({chr(0x100 + n): b for n, b in enumerate(others)})
-    return table

@@ -1,4 +1,4 @@
-"""Spreads requests that arrive together over turns of the event loop. Never looks into them."""
+"""Starts requests that arrive together one per iteration of the event loop."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from paceline.server.gate import OPEN_PATHS
+from paceline.server.middleware import OPEN_PATHS
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class Turns:
-    """Lets one request go on per turn of the event loop, in the order in which they came.
+class StartQueue:
+    """Lets one request continue per iteration of the event loop, first come, first served.
 
-    Thousands that arrive at once would otherwise all be prepared within one turn, and until then
-    the loop would read no socket: no /health, and no token of a running stream.
+    Otherwise thousands of requests could be prepared within one iteration. Until its end the loop
+    would read no socket, so /health and running streams would wait.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False  # this turn
+        self._is_taken = False  # the current iteration
 
-    async def next(self, *, has_begun: bool = False) -> None:
-        """Return at once when this turn is free, else in a later one.
+    async def wait_turn(self, *, has_begun: bool = False) -> None:
+        """Return now if the current iteration is free, else in a later one.
 
-        A request that has begun comes before those that have not.
+        A request that has begun goes before requests that have not.
         """
         loop = asyncio.get_running_loop()
         if not self._is_taken:
@@ -50,14 +50,14 @@ class Turns:
         self._is_taken = False
 
 
-class TakesTurns:
-    """Middleware: each request waits for its turn, but /health and the like never do."""
+class StartQueueMiddleware:
+    """Each request waits for its turn; /health, /metrics and other open paths do not."""
 
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
+    def __init__(self, app: ASGIApp, start_queue: StartQueue) -> None:
         self._app = app
-        self._turns = turns
+        self._start_queue = start_queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            await self._turns.next()
+            await self._start_queue.wait_turn()
         await self._app(scope, receive, send)

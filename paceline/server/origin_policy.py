@@ -1,14 +1,16 @@
-"""Which names a client may call this server by, and which web pages may call it. Knows no keys.
+"""Which Host headers are accepted, and which web pages may call this server.
 
-A web page may send requests to any address. The browser says whose page it is (Origin), and by
-which name it found this machine (Host): a page can make its own name resolve to 127.0.0.1, and is
-then of the same origin as the server. Clients that are no browsers send no Origin.
+A web page may send requests to any address. The browser names the page (Origin) and the host name
+that it resolved (Host). A page can make its own name resolve to 127.0.0.1 (DNS rebinding) and then
+has the same origin as the server, so Host is checked too. Other clients send no Origin.
 """
 
 from __future__ import annotations
 
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
 
 from paceline.server.failures import HttpFailure
 from paceline.server.listen import is_loopback
@@ -20,27 +22,28 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 80
 
 
-class Doors:
-    """Checks Host and Origin on a loopback address, and wherever --allowed-hosts is given."""
+class OriginPolicy:
+    """Checks Host and Origin on a loopback address, and always if --allowed-hosts is given."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._hosts = {name_in(host) for host in options.allowed_hosts}
         self._origins = {origin.lower() for origin in options.allowed_origins}
-        self._are_guarded = bool(self._hosts) or is_loopback(options)
+        self._is_enforced = bool(self._hosts) or is_loopback(options)
 
     def check(self, scope: Scope) -> None:
-        """Raise what the client is told when it may not come in."""
-        hosts = _values(scope, b"host")
+        """Raise HttpFailure if the request is not allowed."""
+        headers = Headers(scope=scope)
+        hosts = [host.strip().lower() for host in headers.getlist("host")]
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
             raise HttpFailure(
                 400, f"The request has {len(hosts)} Host headers; HTTP/1.1 asks for exactly one."
             )
-        if not self._are_guarded:
+        if not self._is_enforced:
             return
         for host in hosts:
             self._check_host(host, scope)
-        for origin in _values(scope, b"origin"):
-            self._check_origin(origin, hosts)
+        for origin in headers.getlist("origin"):
+            self._check_origin(origin.strip().lower(), hosts)
 
     def _check_host(self, host: str, scope: Scope) -> None:
         name = name_in(host)
@@ -49,7 +52,7 @@ class Doors:
             return
         shown = name[:_MAX_SHOWN]
         raise _refusal(
-            f"This server does not answer to the host name {shown!r}. If it should, start it with "
+            f"This server does not answer to the host name {shown!r}. To allow it, start it with "
             f"--allowed-hosts {shown}.",
             "host_not_allowed",
         )
@@ -62,7 +65,7 @@ class Doors:
             return
         shown = origin[:_MAX_SHOWN]
         raise _refusal(
-            f"Web pages of {shown!r} may not call this server. If they should, start it with "
+            f"Web pages of {shown!r} may not call this server. To allow them, start it with "
             f"--allowed-origins {shown}.",
             "origin_not_allowed",
         )
@@ -85,11 +88,6 @@ def _is_local(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def _values(scope: Scope, name: bytes) -> list[str]:
-    found = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-    return [value.strip().lower() for value in found]
 
 
 def _refusal(message: str, code: str) -> HttpFailure:

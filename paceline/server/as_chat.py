@@ -1,0 +1,74 @@
+"""Requests of other APIs, translated to the chat requests that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.server.body import read_request
+from paceline.server.chat import ChatEndpoint
+from paceline.server.fields import convert
+from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint
+from paceline.server.params import client_names
+from paceline.server.requests import ChatRequest
+from paceline.server.service import Client, Service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+@dataclass
+class Conversation:
+    """Chat messages. `places` says where each one came from, for errors."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, place: str, **message: Any) -> dict[str, Any]:
+        self.messages.append(message)
+        self.places.append(place)
+        return message
+
+    def names(self) -> dict[str, str]:
+        return {f"messages[{i}]": place for i, place in enumerate(self.places)}
+
+
+@dataclass(frozen=True)
+class Translated:
+    """The body of a chat request, and what its errors and its reply need."""
+
+    body: dict[str, Any]
+    names: dict[str, str]  # beginning of a path in the chat request -> in the client's
+    spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # see responses_input
+
+
+class TranslatedEndpoint(GenerationEndpoint[Body]):
+    """A route whose requests are translated to chat requests."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._chat = ChatEndpoint(service)
+
+    async def check_as_chat(
+        self, client: Client, size: int, translate: Callable[[], Translated]
+    ) -> tuple[CheckedRequest, Translated]:
+        """`translate` may run in a thread. `size` is that of what it translates, in bytes."""
+
+        def work() -> tuple[ChatRequest, Translated]:
+            translated = translate()
+            with client_names(translated.names):
+                return convert(translated.body, ChatRequest), translated
+
+        request, translated = await self._service.off_loop(size, work)
+        with client_names(translated.names):
+            checked = await self._chat.check(client, request, size)
+        return replace(checked, field_names=translated.names), translated
+
+    async def count(self, request: Request, kind: type[Body]) -> int:
+        """The tokens of the prompt that a body would have."""
+        service = self._service
+        client = service.client
+        async with read_request(request, service, kind) as (body, size):
+            service.resolve_model(body.model)
+            return len((await self.check(client, body, size)).prompts[0].token_ids)

@@ -1,0 +1,152 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from paceline.server.as_chat import TranslatedEndpoint
+from paceline.server.blocks import Block, BlockFormat, BlockKind
+from paceline.server.failures import Failure
+from paceline.server.generate import CheckedRequest, json_response
+from paceline.server.job import Job
+from paceline.server.messages_input import translate
+from paceline.server.messages_types import (
+    CountTokensReply,
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    MessagesUsage,
+    OutputBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from paceline.server.replies import to_named_event
+from paceline.server.service import Client
+from paceline.text.output_parts import OutputParser
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+# Clients send a thinking block back only if it has one. It is not checked.
+_SIGNATURE = "unsigned"
+
+
+class MessagesEndpoint(TranslatedEndpoint[CountTokensRequest]):
+    body_type = MessagesRequest
+    id_prefix = "msg_"
+
+    async def check(self, client: Client, body: CountTokensRequest, size: int) -> CheckedRequest:
+        checked, _ = await self.check_as_chat(client, size, lambda: translate(body))
+        shows_thinking = getattr(body.thinking, "display", None) != "omitted"
+        body.messages = []  # the prompt holds them, and a stream may last for hours
+        reply_format = MessagesFormat(checked.make_parser, shows_thinking=shows_thinking)
+        return replace(checked, reply_format=reply_format)
+
+    async def count_tokens(self, request: Request) -> Response:
+        return json_response(CountTokensReply(await self.count(request, CountTokensRequest)))
+
+
+class MessagesFormat(BlockFormat):
+    def __init__(self, make_parser: Callable[[], OutputParser], *, shows_thinking: bool) -> None:
+        super().__init__(make_parser)
+        self._shows_thinking = shows_thinking  # else its blocks are empty, as at Anthropic
+
+    def whole(self, job: Job) -> MessageReply:
+        reply = _empty(job)
+        reply.content = [
+            _whole_block(block, self._shows(block) * block.text) for block in self.blocks
+        ]
+        reply.stop_reason, reply.stop_sequence = self._stop()
+        reply.usage = _usage(job)
+        return reply
+
+    def begin(self, job: Job) -> bytes:
+        return _event("message_start", message=_empty(job))
+
+    def open_block(self, block: Block) -> bytes:
+        return _event("content_block_start", index=block.index, content_block=_made(block, "", {}))
+
+    def _shows(self, block: Block) -> bool:
+        return self._shows_thinking or block.kind is not BlockKind.REASONING
+
+    def more_of(self, block: Block, text: str) -> bytes:
+        if not self._shows(block):
+            return b""
+        if block.kind is BlockKind.CALL:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        elif block.kind is BlockKind.REASONING:
+            delta = {"type": "thinking_delta", "thinking": text}
+        else:
+            delta = {"type": "text_delta", "text": text}
+        return _event("content_block_delta", index=block.index, delta=delta)
+
+    def close_block(self, block: Block) -> bytes:
+        signature = b""
+        if block.kind is BlockKind.REASONING:
+            delta = {"type": "signature_delta", "signature": _SIGNATURE}
+            signature = _event("content_block_delta", index=block.index, delta=delta)
+        return signature + _event("content_block_stop", index=block.index)
+
+    def last_events(self, job: Job) -> bytes:
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        last = _event("message_delta", delta=delta, usage=_usage(job))
+        return last + _event("message_stop")
+
+    def error_events(self, failure: Failure) -> bytes:
+        return to_named_event("error", failure.anthropic_reply)
+
+    def ping(self) -> bytes:
+        return _event("ping")
+
+    def _stop(self) -> tuple[Any, str | None]:
+        """The stop reason, and the stop sequence that was found."""
+        if self.finish_reason == "length":
+            return "max_tokens", None
+        if isinstance(self.stop_reason, str):
+            return "stop_sequence", self.stop_reason
+        return "tool_use" if self.has_tool_calls else "end_turn", None
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return to_named_event(kind, {"type": kind, **fields})
+
+
+def _empty(job: Job) -> MessageReply:
+    """The message before its first block."""
+    spec = job.spec
+    return MessageReply(id=spec.id, model=spec.model, content=[], usage=_usage(job))
+
+
+def _usage(job: Job) -> MessagesUsage:
+    used = job.usage()
+    cached = used.prompt_tokens_details.cached_tokens
+    return MessagesUsage(
+        input_tokens=used.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=used.completion_tokens,
+    )
+
+
+def _whole_block(block: Block, text: str) -> OutputBlock:
+    if block.kind is not BlockKind.CALL:
+        return _made(block, text, {}, _SIGNATURE)
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:  # the output was cut inside the call
+        arguments = {}
+    return _made(block, "", arguments if isinstance(arguments, dict) else {})
+
+
+def _made(block: Block, text: str, arguments: dict[str, Any], signature: str = "") -> OutputBlock:
+    if block.call is not None:
+        return ToolUseBlock(id=block.call.id, name=block.call.name or "", input=arguments)
+    if block.kind is BlockKind.REASONING:
+        return ThinkingBlock(thinking=text, signature=signature)
+    return TextBlock(text=text)

@@ -1,0 +1,150 @@
+"""POST /v1/responses, and the routes of stored responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response as HttpResponse
+
+from paceline.errors import InvalidRequest, NotFound, shown
+from paceline.server.as_chat import Translated, TranslatedEndpoint
+from paceline.server.generate import CheckedRequest, json_response
+from paceline.server.response_store import StoredResponse
+from paceline.server.responses_format import Asked, ResponsesFormat
+from paceline.server.responses_input import own_items, translate
+from paceline.server.responses_types import (
+    DeletedResponse,
+    InputTokens,
+    Item,
+    ItemList,
+    ResponsesRequest,
+)
+from paceline.server.service import Client, Service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+_MOST_LISTED = 100
+
+
+class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
+    body_type = ResponsesRequest
+    id_prefix = "resp_"
+
+    async def check(self, client: Client, body: ResponsesRequest, size: int) -> CheckedRequest:
+        service = self._service
+        if body.store and not service.responses.stores:
+            raise InvalidRequest(
+                "This server stores no responses (--max-stored-responses 0); send store: false.",
+                param="store",
+            )
+        previous = self._previous(body.previous_response_id)
+        size += 0 if previous is None else len(previous.items)
+        items: list[Item] = []
+
+        def work() -> Translated:
+            history = [] if previous is None else previous.all_items()
+            own = own_items(body, service.responses.finder())
+            items.extend([*history, *own])
+            return translate(body, history, own)
+
+        checked, translated = await self.check_as_chat(client, size, work)
+        asked = Asked(
+            body=body,
+            items=items if self._is_stored(body) else (),
+            spaced=translated.spaced,
+            is_stored=self._is_stored(body),
+            temperature=checked.params.temperature,
+            top_p=checked.params.top_p,
+        )
+        body.input = None  # the prompt holds it, and a stream may last for hours
+        reply_format = ResponsesFormat(service, asked, checked.make_parser)
+        return replace(checked, reply_format=reply_format)
+
+    async def input_tokens(self, request: Request) -> HttpResponse:
+        """How many tokens the input of a request would have."""
+        return json_response(InputTokens(input_tokens=await self.count(request, ResponsesRequest)))
+
+    def _is_stored(self, body: ResponsesRequest) -> bool:
+        return body.store is not False and self._service.responses.stores
+
+    def _previous(self, response_id: str | None) -> StoredResponse | None:
+        if response_id is None:
+            return None
+        found = self._service.responses.get(response_id)
+        if found is None:
+            raise _no_response(response_id, "previous_response_id")
+        return found
+
+
+class StoredResponseEndpoints:
+    """GET and DELETE /v1/responses/ID, POST .../cancel, GET .../input_items."""
+
+    def __init__(self, service: Service) -> None:
+        self._store = service.responses
+
+    async def retrieve(self, request: Request) -> HttpResponse:
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise InvalidRequest(
+                "stream: a stored response cannot be streamed again; leave it out.", param="stream"
+            )
+        response_id = request.path_params["id"]
+        if (live := self._store.live.get(response_id)) is not None:
+            return json_response(live.current())
+        return _json(self._stored(response_id).reply)
+
+    async def delete(self, request: Request) -> HttpResponse:
+        response_id = request.path_params["id"]
+        if not self._store.remove(response_id):
+            raise _no_response(response_id, "id")
+        return json_response(DeletedResponse(id=response_id))
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        """Ends a response that is being streamed. One that has ended stays as it is."""
+        response_id = request.path_params["id"]
+        if (live := self._store.live.get(response_id)) is not None:
+            return json_response(live.cancel())
+        return _json(self._stored(response_id).reply)
+
+    async def input_items(self, request: Request) -> HttpResponse:
+        """What the model was given, those items included that came from earlier responses."""
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST_LISTED:
+            raise InvalidRequest(f"limit must be 1 to {_MOST_LISTED}.", param="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order must be 'asc' or 'desc'.", param="order")
+        items = self._stored(request.path_params["id"]).input_items()
+        if order == "desc":
+            items.reverse()
+        if (after := query.get("after")) is not None:
+            at = next((i for i, item in enumerate(items) if item.id == after), None)
+            if at is None:
+                raise InvalidRequest(f"after: there is no item {shown(after)}.", param="after")
+            items = items[at + 1 :]
+        page = items[: int(limit)]
+        ids: list[str | None] = [str(item.id) for item in page]
+        ids = ids or [None]
+        return json_response(
+            ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page))
+        )
+
+    def _stored(self, response_id: str) -> StoredResponse:
+        found = self._store.get(response_id)
+        if found is None:
+            raise _no_response(response_id, "id")
+        return found
+
+
+def _json(body: bytes) -> HttpResponse:
+    return HttpResponse(body, media_type="application/json")
+
+
+def _no_response(response_id: str, param: str) -> NotFound:
+    return NotFound(
+        f"There is no stored response {shown(response_id)}. It was never stored, was deleted, or "
+        "was dropped for newer ones (--max-stored-responses, --max-stored-response-bytes).",
+        param=param,
+        code="response_not_found",
+    )

@@ -1,0 +1,245 @@
+"""Writes the replies and the events of /v1/responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+
+from paceline.server.blocks import Block, BlockFormat, BlockKind
+from paceline.server.failures import Failure, GenerationFailed
+from paceline.server.job import Job
+from paceline.server.replies import PING_EVENT, to_named_event
+from paceline.server.responses_input import new_id, seal
+from paceline.server.responses_types import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningOptions,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponsesRequest,
+    ResponsesUsage,
+    Status,
+    TextFormat,
+    TextOptions,
+)
+from paceline.server.service import Service
+from paceline.text.output_parts import OutputParser
+
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a reply repeats of its request."""
+
+    body: ResponsesRequest
+    items: Sequence[Item]  # the whole input
+    spaced: dict[str, tuple[str, str]]  # see Translated
+    is_stored: bool
+    temperature: float
+    top_p: float
+
+
+class ResponsesFormat(BlockFormat):
+    def __init__(
+        self, service: Service, asked: Asked, make_parser: Callable[[], OutputParser]
+    ) -> None:
+        super().__init__(make_parser)
+        self._service = service
+        self._store = service.responses
+        self._asked = asked
+        self._ids: list[str] = []  # of the output items
+        self._number = 0  # of the next event
+        self._job: Job | None = None
+        self._is_cancelled = False
+        include = asked.body.include or ()
+        self._seals_reasoning = "reasoning.encrypted_content" in include
+
+    # ---- the response object
+
+    def whole(self, job: Job) -> Response:
+        self._job = job
+        return self._stored(self._finished())
+
+    def current(self) -> Response:
+        """The response as far as it has come."""
+        return self._response("cancelled" if self._is_cancelled else "in_progress")
+
+    def cancel(self) -> Response:
+        """End a stream that still runs."""
+        assert self._job is not None
+        self._is_cancelled = True
+        self._job.fail(GenerationFailed("The response was cancelled."))
+        self._service.end(self._job)
+        return self.current()
+
+    def _finished(self) -> Response:
+        if self.finish_reason == "length":
+            return self._response(
+                "incomplete", incomplete_details=IncompleteDetails("max_output_tokens")
+            )
+        return self._response("completed", completed_at=int(time.time()))
+
+    def _response(self, status: Any, **fields: Any) -> Response:
+        assert self._job is not None
+        body, spec = self._asked.body, self._job.spec
+        if status != "in_progress":
+            fields["usage"] = self._usage(self._job)
+        return Response(
+            id=spec.id,
+            created_at=spec.created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=spec.model,
+            output=[
+                self._item(block, self._status_of(block, status), block.text)
+                for block in self.blocks
+            ],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning or ReasoningOptions(),
+            store=self._asked.is_stored,
+            temperature=self._asked.temperature,
+            text=TextOptions(format=(body.text and body.text.format) or TextFormat()),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=self._asked.top_p,
+            metadata=body.metadata or {},
+            **fields,
+        )
+
+    def _status_of(self, block: Block, status: str) -> Status:
+        """The last item of a response that was cut is cut too."""
+        if status == "in_progress" and not block.is_closed:
+            return "in_progress"
+        is_last = block is self.blocks[-1]
+        return (
+            "completed" if status in ("completed", "in_progress") or not is_last else "incomplete"
+        )
+
+    def _item(self, block: Block, status: Status, text: str) -> OutputItem:
+        if block.index == len(self._ids):
+            self._ids.append(new_id(_PREFIXES[block.kind]))
+        item_id = self._ids[block.index]
+        if block.call is not None:
+            name = block.call.name or ""
+            namespace, name = self._asked.spaced.get(name, (UNSET, name))
+            return FunctionCallItem(
+                id=item_id,
+                call_id=block.call.id,
+                name=name,
+                namespace=namespace,
+                arguments=text,
+                status=status,
+            )
+        is_begun = status != "in_progress" or bool(text)
+        if block.kind is BlockKind.TEXT:
+            parts = [OutputText(text=text)] if is_begun else []
+            return MessageItem(id=item_id, role="assistant", content=list(parts), status=status)
+        sealed = seal(text) if self._seals_reasoning and block.is_closed else UNSET
+        return ReasoningItem(
+            id=item_id,
+            content=[ReasoningText(text=text)] if is_begun else [],
+            encrypted_content=sealed,
+            status=status,
+        )
+
+    def _usage(self, job: Job) -> ResponsesUsage:
+        used = job.usage()
+        return ResponsesUsage(
+            input_tokens=used.prompt_tokens,
+            input_tokens_details=InputTokensDetails(used.prompt_tokens_details.cached_tokens),
+            output_tokens=used.completion_tokens,
+            output_tokens_details=OutputTokensDetails(self.num_reasoning_tokens),
+            total_tokens=used.total_tokens,
+        )
+
+    def _stored(self, response: Response) -> Response:
+        if self._asked.is_stored:
+            self._store.put(response, self._asked.items)
+        return response
+
+    # ---- events
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return to_named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def begin(self, job: Job) -> bytes:
+        self._job = job
+        if self._asked.is_stored:
+            self._store.live[job.spec.id] = self
+        response = self.current()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def open_block(self, block: Block) -> bytes:
+        item = self._item(block, "in_progress", "")
+        event = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind is BlockKind.CALL:
+            return event
+        return event + self._event("response.content_part.added", **self._part(block, ""))
+
+    def more_of(self, block: Block, text: str) -> bytes:
+        place = self._place(block)
+        if block.kind is BlockKind.CALL:
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if block.kind is BlockKind.REASONING:
+            return self._event("response.reasoning_text.delta", **place, delta=text)
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=[])
+
+    def close_block(self, block: Block) -> bytes:
+        place, text = self._place(block), block.text
+        item = self._item(block, "completed", text)
+        if isinstance(item, FunctionCallItem):
+            done = self._event(
+                "response.function_call_arguments.done", **place, name=item.name, arguments=text
+            )
+        else:
+            if block.kind is BlockKind.REASONING:
+                done = self._event("response.reasoning_text.done", **place, text=text)
+            else:
+                done = self._event("response.output_text.done", **place, text=text, logprobs=[])
+            done += self._event("response.content_part.done", **self._part(block, text))
+        index = block.index
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def last_events(self, job: Job) -> bytes:
+        response = self._stored(self._finished())
+        return self._event(f"response.{response.status}", response=response)
+
+    def error_events(self, failure: Failure) -> bytes:
+        if self._is_cancelled:
+            return self._event("response.incomplete", response=self._stored(self.current()))
+        detail = failure.detail
+        code = "invalid_prompt" if failure.status == 400 else "server_error"
+        response = self._response("failed", error=ResponseError(code, detail.message))
+        return self._event(
+            "error", code=detail.code, message=detail.message, param=detail.param
+        ) + self._event("response.failed", response=self._stored(response))
+
+    def ping(self) -> bytes:
+        return PING_EVENT
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
+        return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
+
+    def _part(self, block: Block, text: str) -> dict[str, Any]:
+        is_text = block.kind is BlockKind.TEXT
+        part = OutputText(text=text) if is_text else ReasoningText(text=text)
+        return {**self._place(block), "part": part}

@@ -1,0 +1,288 @@
+"""The types of /v1/responses: items, the body of a request, the response object.
+
+Items are the same in requests and replies. A field set to UNSET is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from paceline.server.requests import WITHOUT_EFFECT, Int, SampledBody
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Text = str | UnsetType | None
+
+
+class InputText(msgspec.Struct, kw_only=True, tag="input_text"):
+    text: str
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] | None = []
+
+
+class RefusalPart(msgspec.Struct, kw_only=True, tag="refusal"):
+    refusal: str
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag="summary_text"):
+    text: str
+
+
+ContentPart = InputText | OutputText | RefusalPart
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
+    id: Text = UNSET
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ContentPart]
+    status: Status | UnsetType | None = UNSET
+    phase: Text = UNSET  # of an assistant's message; codex sends it back
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
+    id: Text = UNSET
+    call_id: str
+    name: str
+    namespace: Text = UNSET
+    arguments: str
+    status: Status | UnsetType | None = UNSET
+
+
+class FunctionOutputItem(msgspec.Struct, kw_only=True, tag="function_call_output"):
+    id: Text = UNSET
+    call_id: str
+    output: str | list[InputText]
+    status: Status | UnsetType | None = UNSET
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
+    id: Text = UNSET
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | UnsetType | None = UNSET
+    encrypted_content: Text = UNSET
+    status: Status | UnsetType | None = UNSET
+
+
+class ItemReference(msgspec.Struct, kw_only=True, tag="item_reference"):
+    id: str
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference
+OutputItem = MessageItem | FunctionCallItem | ReasoningItem
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, tag="function"):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamespaceTool(msgspec.Struct, kw_only=True, tag="namespace"):
+    """A group of functions. The model sees `NAMESPACE__NAME`."""
+
+    name: str
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+class WebSearchTool(msgspec.Struct, kw_only=True, tag="web_search"):
+    """Accepted because agents offer it in every request. Paceline has no search, so the model is
+    not told of it and never calls it."""
+
+    external_web_access: bool | UnsetType | None = UNSET
+    search_context_size: Text = UNSET
+    search_content_types: list[str] | UnsetType | None = UNSET
+    filters: dict[str, Any] | UnsetType | None = UNSET
+    user_location: dict[str, Any] | UnsetType | None = UNSET
+
+
+Tool = FunctionTool | NamespaceTool | WebSearchTool
+
+
+class NamedTool(msgspec.Struct, kw_only=True, tag="function"):
+    name: str
+
+
+class TextFormat(msgspec.Struct, kw_only=True, tag="text"):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, kw_only=True, tag="json_object"):
+    pass
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | UnsetType | None = UNSET
+    strict: bool | None = None
+
+
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: Literal["auto"] | None = None  # no summary is written, which `auto` allows
+
+
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
+    include_obfuscation: bool | None = None  # padding, which Paceline does not add
+
+
+# Additions to a reply. Those of tools that Paceline does not run never have anything to add.
+Include = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+_TEXT_ONLY = "this model reads text only"
+
+
+class ResponsesRequest(SampledBody, kw_only=True):
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT - {"metadata"} | {"client_metadata"}
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]] | None] = {
+        "background": (False,),
+        "conversation": (),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+    }
+    hints: ClassVar[Mapping[str, str]] = {
+        "messages": "Send 'input', or messages to /v1/chat/completions.",
+        "max_tokens": "Did you mean 'max_output_tokens'?",
+        "max_completion_tokens": "Did you mean 'max_output_tokens'?",
+        "response_format": "Did you mean 'text.format'?",
+        "reasoning_effort": "Did you mean 'reasoning.effort'?",
+    }
+    advice: ClassVar[Mapping[str, str]] = {
+        "input": "see docs/howto/apis.md for those that are",
+        "content": _TEXT_ONLY,
+        "output": _TEXT_ONLY,
+        "tools": "offer functions, which the client runs",
+        "tool_choice": "name a function, or use none, auto, required",
+    }
+
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: Int | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    include: list[Include] | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+    @classmethod
+    def check_parts(cls, raw: Mapping[str, Any]) -> None:
+        items = raw.get("input")
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                item.setdefault("type", "message" if "role" in item else "item_reference")
+
+
+# ---- replies
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens", "content_filter"]
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The response object, in OpenAI's order of fields."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "failed", "in_progress", "cancelled", "incomplete"]
+    background: Literal[False] = False
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningOptions
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: str | NamedTool
+    tools: list[Tool]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | UnsetType = UNSET  # absent until the response has ended
+    metadata: dict[str, str]
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
