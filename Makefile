@@ -14,6 +14,13 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 BENCH  ?= host_loop cpu_peers
+# `make test-fast`: the folders whose tests need no model, less those that wait for processes.
+FAST   := tests/architecture tests/engine tests/observe tests/scheduler tests/server tests/text \
+  tests/test_cli_parsing.py tests/test_speculative_config.py tests/test_rank_options.py \
+  --ignore=tests/engine/test_cluster.py --ignore-glob='*/test_*_process.py' \
+  --ignore-glob='*/test_life.py' --ignore=tests/server/test_ranks.py
+# A worker that has nothing left takes tests from another one.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 comma := ,
 BIN := $(VENV)/bin
@@ -21,14 +28,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A machine that lends its own torch (a GPU image) may have no .venv at all.
 ANY_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install serve test test-all check test-gpu bench docs clean FORCE
+.PHONY: help install serve test-fast test test-more test-all test-faults soak test-agents check \
+  test-gpu bench docs clean FORCE
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve      install, fetch the default model, serve it on 127.0.0.1:$(PORT)  (PORT= MODEL= ARGS=)'
 	@echo 'make install    make $(VENV) with Paceline and its server  (TORCH= PYTHON=)'
-	@echo 'make test       the fast tests, in two processes  (ARGS= goes to pytest, WORKERS=)'
-	@echo 'make test-all   the fast tests and the full ladders'
+	@echo 'make test-fast  tests without a model, less than a minute  (ARGS= goes to pytest, WORKERS=)'
+	@echo 'make test       every rule once, less than six minutes  (ARGS=, WORKERS=)'
+	@echo 'make test-more  the rules in further layouts and parameters; writes tests/more_last_run.json'
+	@echo 'make test-all   everything and the full ladders; goes on where it was interrupted'
+	@echo 'make test-faults  random faults under load; goes on where it was interrupted  (ARGS="--rounds 200 --seed 1")'
+	@echo 'make soak       half an hour at twice saturation  (ARGS="--minutes 30")'
+	@echo 'make test-agents  codex, Claude Code, opencode and qwen-code against a scripted model; needs npm'
 	@echo 'make check      ruff, mypy, import floors, architecture tests'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU; writes tests/gpu_last_run.json'
 	@echo 'make bench      the repository benchmarks  (BENCH="$(BENCH)")'
@@ -70,10 +83,25 @@ $(VENV)/.triton: $(VENV)/.torch
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet '$(TRITON)'
 	@touch $@
 
-$(eval $(call extras_stamp,server,server))
+$(eval $(call extras_stamp,server,server$(comma)tools))
 $(eval $(call extras_stamp,test,server$(comma)test))
+$(eval $(call extras_stamp,more,server$(comma)test$(comma)ray))
 $(eval $(call extras_stamp,dev,server$(comma)test$(comma)dev))
 $(eval $(call extras_stamp,bench,server$(comma)bench))
+
+# Clients of other projects. The Python ones have their own environment: their pins differ from ours.
+CLIENTS := tests/clients
+$(VENV)/clients/.made: $(CLIENTS)/python/requirements.txt | $(VENV)/.made
+	@echo 'Installing the Python clients of the tests'
+	@$(BIN)/python -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
+
+# `npm ci` would refuse a lock file from a registry that lacks the packages of other systems.
+# Without npm nothing is installed, and the tests that need it are skipped with a line.
+$(CLIENTS)/%/node_modules/.made: $(CLIENTS)/%/package-lock.json
+	@command -v npm >/dev/null || { echo 'There is no npm: the JavaScript clients are not tested.'; exit 0; }; \
+	  cd $(CLIENTS)/$* && npm install --no-save --no-audit --no-fund --loglevel=error && touch node_modules/.made
 
 # -- verbs ---------------------------------------------------------------------------------------
 
@@ -82,11 +110,26 @@ install: $(VENV)/.extras-server
 serve: $(VENV)/.extras-server
 	@$(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.extras-test $(VENV)/.triton
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+test-fast: $(VENV)/.extras-test
+	$(PYTEST) $(FAST) $(ARGS)
 
-test-all: $(VENV)/.extras-test $(VENV)/.triton
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+test: $(VENV)/.extras-test $(VENV)/.triton
+	$(PYTEST) $(ARGS)
+
+test-more: $(VENV)/.extras-more $(VENV)/.triton $(VENV)/clients/.made $(CLIENTS)/js/node_modules/.made
+	$(BIN)/python tests/run_tiers.py more -n$(WORKERS) --dist=worksteal $(ARGS)
+
+test-all: $(VENV)/.extras-more $(VENV)/.triton
+	$(BIN)/python tests/run_tiers.py all $(ARGS)
+
+test-faults: $(VENV)/.extras-test
+	$(BIN)/python tests/run_faults.py $(ARGS)
+
+soak: $(VENV)/.extras-test
+	$(BIN)/python tests/run_soak.py $(ARGS)
+
+test-agents: $(VENV)/.extras-test $(CLIENTS)/agents/node_modules/.made
+	$(BIN)/python -m pytest -n0 -m agents $(CLIENTS)/test_agents.py $(ARGS)
 
 check: $(VENV)/.extras-dev
 	$(BIN)/ruff check
@@ -94,6 +137,7 @@ check: $(VENV)/.extras-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/architecture
+	@$(BIN)/python tests/run_tiers.py more --stale
 	@$(BIN)/python tests/run_gpu.py --stale
 
 test-gpu:

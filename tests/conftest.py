@@ -4,8 +4,11 @@ a GPU, and the time limit is ignored without its plugin: a GPU machine may have 
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.e2e.ladder import Workshop
 
+gc.disable()  # until all tests are collected: modules leave nothing to find
 # A script starts its background jobs with SIGINT ignored, and every child inherits that, as it
 # inherits blocked signals. With a handler here, children begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +54,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in gpu_tests:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of tests stay until the end. A garbage collection that visits all of
+    them takes most of a second, and everything that starts or ends an engine here asks for one."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command that runs in this process leaves no handler, whose stream is closed by then."""
+    loggers = [logging.getLogger(name) for name in ("paceline", "uvicorn", "asyncio")]
+    before = [(log.handlers[:], log.level, log.propagate) for log in loggers]
+    yield
+    for log, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

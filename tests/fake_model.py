@@ -11,6 +11,7 @@ from paceline.request import Done, EngineRequest
 from paceline.step import Ints
 
 _MASK = (1 << 62) - 1
+START = 7  # the chain value before the first token
 
 
 def mix(state: int, token: int) -> int:
@@ -20,7 +21,7 @@ def mix(state: int, token: int) -> int:
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
-    values, state = [], 7
+    values, state = [], START
     for token in tokens:
         state = mix(state, token)
         values.append(state)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from paceline.request import Done
 from paceline.step import (
-    Floats,
     Ints,
     LateMasks,
     Lockstep,
@@ -27,11 +26,11 @@ from paceline.step import (
     StepPlan,
     StepResult,
     StepSize,
-    TokenLogprobs,
 )
 from tests.fake_model import chain, mix, next_token
+from tests.fake_results import logprobs_of, mask_of
 
-EMPTY = 0  # KV that nobody wrote
+EMPTY = 0  # KV that was never written
 GARBAGE = 1  # what drafters and rejected windows leave behind
 
 
@@ -40,6 +39,13 @@ def runner_info(
 ) -> RunnerInfo:
     lookahead = max_k if draft_lookahead is None else draft_lookahead
     return replace(RunnerInfo(64, 4, 4, 96, 64, max_k, lookahead), **changes)
+
+
+def rest_of(continuation: list[int], emitted: list[int]) -> list[int]:
+    """What is left of a continuation after `emitted` tokens; nothing unless they are its
+    beginning."""
+    count = len(emitted)
+    return continuation[count:] if continuation[:count] == emitted else []
 
 
 @dataclass
@@ -132,7 +138,7 @@ class FakeRunner:
     def use_spare_time(self) -> bool:
         return False
 
-    def rest(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
     def step_size(self, plan: StepPlan) -> StepSize:
@@ -181,6 +187,7 @@ class FakeRunner:
         assert plan.step == self.num_steps, f"step {plan.step} after {self.num_steps - 1}"
         self._check_shape(plan)
         self._apply_admissions(plan)
+        self._take_host_drafts(plan)
         if plan.unwanted[0]:
             self.num_left_out += 1
             return []
@@ -204,7 +211,7 @@ class FakeRunner:
             assert rows <= plan.agreed.rows
         assert len(set(plan.slot_B.tolist())) == rows, "a slot has two rows"
         assert len(set(plan.uid_B.tolist())) == rows
-        assert 0 <= plan.k <= info.max_k
+        assert 0 <= plan.k <= info.window_k
         assert plan.k_B.max(initial=0) <= plan.k
         assert plan.k_B.min(initial=0) >= 0
         for array in (plan.slot_B, plan.query_len_B, plan.k_B, plan.length_bound_B):
@@ -241,12 +248,26 @@ class FakeRunner:
                 for stale in range(int(index), len(table)):  # held in advance and taken back
                     del table[stale]
                 table[int(index)] = int(page)
+        if plan.unwanted[0]:  # after a step that was left out, num_computed is behind
+            return
         for slot_index in plan.slot_B.tolist():
             slot = self.slots[slot_index]
             first = self.first_seen(slot.num_computed) // info.page_size
             pages = [page for index, page in slot.table.items() if index >= first]
             assert all(0 <= page < info.num_pages for page in pages)
             assert len(set(pages)) == len(pages), "a page twice in one table"
+
+    def _take_host_drafts(self, plan: StepPlan) -> None:
+        host = plan.host_drafts
+        if host is None:
+            return
+        for r, (row, length) in enumerate(zip(host.row_R, host.length_R, strict=True)):
+            assert 0 < plan.k_B[row] <= self._info.window_k
+            slot = self.slots[plan.slot_B[row]]
+            tokens = host.token_RC[r][host.token_RC[r] >= 0]
+            rest = rest_of(tokens.tolist(), slot.tokens[length:])
+            if len(rest) >= max(host.least_R[r], 1):
+                slot.drafts = rest
 
     def _write_row(self, plan: StepPlan, index: int, slot: Slot) -> _Row:
         info = self._info
@@ -264,13 +285,14 @@ class FakeRunner:
             assert length == 1 + k
             assert samples
             assert slot.done or start == len(slot.tokens) - 1
-            drafts = slot.drafts[:k]
+            assert slot.init is not None
+            drafts = slot.drafts[: max(min(k, slot.init.max_len - len(slot.tokens) - 1), 0)]
             if -1 in drafts:
                 drafts = drafts[: drafts.index(-1)]
             states = slot.states[start : start + 1]
             for draft in drafts:
                 states.append(mix(states[-1], draft))
-            end = start + 1 + k
+            end = start + 1 + max(min(k, info.max_k), len(drafts))
         if not slot.done:
             assert plan.length_bound_B[index] >= min(end, info.max_model_len), "bound below truth"
             reserved = min(end + info.draft_lookahead, info.max_model_len)
@@ -313,6 +335,7 @@ class FakeRunner:
         num = plan.num_rows
         result = StepResult(
             step=plan.step,
+            uid_B=plan.uid_B,
             count_B=np.zeros(num, np.int32),
             token_BW=np.full((num, plan.k + 1), -1, np.int32),
             done_B=np.zeros(num, np.int32),
@@ -337,9 +360,11 @@ class FakeRunner:
             return
         self._prompt_logprobs(plan, row, result)
         if row.samples:
-            self._verify(row, result, _mask_of(late, index))
+            self._verify(row, result, mask_of(late, index))
             slot.num_computed = len(slot.tokens) - 1
-            slot.drafts = self._propose(slot, plan.k) if not slot.done else []
+            slot.drafts = []
+            if not slot.done:
+                slot.drafts = self.propose(slot, min(plan.k, self._info.max_k))
             if result.draft_BK is not None:
                 result.draft_BK[index, : len(slot.drafts)] = slot.drafts
         else:
@@ -349,7 +374,7 @@ class FakeRunner:
                 self._write(slot, slot.num_computed + position, GARBAGE)
 
     def _verify(self, row: _Row, result: StepResult, mask_WV: Ints | None) -> None:
-        slot, info = row.slot, self._info
+        slot = row.slot
         assert slot.init is not None
         request = slot.init.request
         emitted: list[int] = []
@@ -357,7 +382,7 @@ class FakeRunner:
         while True:
             mask = mask_WV[len(emitted)] if mask_WV is not None else None
             bans_stops = len(slot.tokens) - slot.init.prompt_len < request.params.min_tokens
-            token = next_token(slot.states[-1], request, info.vocab_size, bans_stops, mask)
+            token = self.sample(slot, bans_stops, mask)
             is_right = len(emitted) < len(row.drafts) and row.drafts[len(emitted)] == token
             emitted.append(token)
             slot.tokens.append(token)
@@ -365,6 +390,8 @@ class FakeRunner:
             accepted += is_right
             if token in request.eos_token_ids:
                 slot.done = Done.EOS
+            elif token in (request.params.stop_token_ids or ()) and not bans_stops:
+                slot.done = Done.STOP_TOKEN
             elif len(slot.tokens) >= slot.init.max_len:
                 slot.done = Done.LENGTH
             if slot.done or not is_right:
@@ -376,9 +403,16 @@ class FakeRunner:
         result.num_drafts_B[row.index] = len(row.drafts)
         result.num_accepted_B[row.index] = accepted
         if request.params.logprobs is not None:
-            result.logprobs = [*result.logprobs, _logprobs(row.index, emitted)]
+            result.logprobs = [*result.logprobs, logprobs_of(row.index, emitted)]
 
-    def _propose(self, slot: Slot, k: int) -> list[int]:
+    def sample(self, slot: Slot, bans_stops: bool, mask: Ints | None) -> int:
+        """The model's next token of a sequence."""
+        assert slot.init is not None
+        return next_token(
+            slot.states[-1], slot.init.request, self._info.vocab_size, bans_stops, mask
+        )
+
+    def propose(self, slot: Slot, k: int) -> list[int]:
         assert slot.init is not None
         rng, vocab = self._random, self._info.vocab_size
         drafts: list[int] = []
@@ -401,7 +435,7 @@ class FakeRunner:
         end = row.start + int(plan.query_len_B[row.index])
         tokens = init.tokens[row.start + 1 : min(end + 1, init.prompt_len)].tolist()
         if tokens:
-            result.prompt_logprobs = [*result.prompt_logprobs, _logprobs(row.index, tokens)]
+            result.prompt_logprobs = [*result.prompt_logprobs, logprobs_of(row.index, tokens)]
 
 
 class FakeStep:
@@ -457,16 +491,3 @@ class FakeStep:
 def _uid(slot: Slot) -> int:
     assert slot.init is not None
     return slot.init.request.uid
-
-
-def _mask_of(late: LateMasks | None, row: int) -> Ints | None:
-    if late is None or row not in late.row_R:
-        return None
-    mask: Ints = late.mask_RWV[late.row_R.tolist().index(row)]
-    return mask
-
-
-def _logprobs(row: int, tokens: list[int]) -> TokenLogprobs:
-    ids = np.array(tokens, np.int32)[:, None]
-    values: Floats = -ids.astype(np.float32)
-    return TokenLogprobs(row, ids, values, np.ones(len(tokens), np.int32))

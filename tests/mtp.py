@@ -19,6 +19,14 @@ from torch import Tensor
 
 from tests.eagle import features
 
+# What Qwen calls the tensors around the layer.
+QWEN_NAMES = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+
 
 @dataclass
 class PlainMtp:
@@ -27,6 +35,11 @@ class PlainMtp:
     target: Any
     layer: Any
     weights: dict[str, Tensor]  # enorm, hnorm, eh_proj, shared_head.norm
+
+    @property
+    def is_qwen(self) -> bool:
+        """Of a hybrid: other names, and norms that are stored as what is added to 1."""
+        return hasattr(self.target.config, "linear_num_key_heads")
 
     def features(self, target: Any, tokens: Sequence[int]) -> Tensor:
         return features(target, tokens)
@@ -42,7 +55,10 @@ class PlainMtp:
         both_ND = torch.cat((token_ND, self._norm(feature_ND, "hnorm")), dim=-1)
         x_ND = both_ND @ w["eh_proj.weight"].T
         position = torch.arange(x_ND.shape[1])[None]
-        rotations = self.target.model.rotary_emb(x_ND, position_ids=position)
+        rotary = self.target.model.rotary_emb
+        # Older versions of transformers want a row of positions for each axis of an image.
+        axes = position.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position
+        rotations = rotary(x_ND, position_ids=axes)
         x_ND = self.layer(
             x_ND,
             attention_mask=self._mask(x_ND.shape[1]),
@@ -62,7 +78,7 @@ class PlainMtp:
     def _norm(self, x_ND: Tensor, name: str) -> Tensor:
         eps: float = self.target.config.rms_norm_eps
         scale = (x_ND.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return x_ND * scale * self.weights[f"{name}.weight"]
+        return x_ND * scale * (self.weights[f"{name}.weight"] + self.is_qwen)
 
     def logits(self, out_ND: Tensor) -> Tensor:
         lm_head_VD: Tensor = self.target.get_output_embeddings().weight.detach()
@@ -84,11 +100,14 @@ def random_mtp(target: Any, *, seed: int = 0) -> PlainMtp:
         return torch.randn(shape, generator=generator) * 0.25
 
     layer = copy.deepcopy(target.model.layers[-1]).requires_grad_(False)
+    head = PlainMtp(target, layer, {})
+    one = 0 if head.is_qwen else 1
     for name, parameter in layer.named_parameters():
-        parameter.copy_(rand(*parameter.shape) + ("norm" in name))
-    weights = {f"{x}.weight": 1 + rand(width) for x in ("enorm", "hnorm", "shared_head.norm")}
-    weights["eh_proj.weight"] = rand(width, 2 * width)
-    return PlainMtp(target, layer, weights)
+        parameter.copy_(rand(*parameter.shape) + one * ("norm" in name))
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    head.weights = {f"{x}.weight": one + rand(width) for x in norms}
+    head.weights["eh_proj.weight"] = rand(width, 2 * width)
+    return head
 
 
 def save_mtp(
@@ -97,15 +116,21 @@ def save_mtp(
     """The target's checkpoint with the layer after its last one; copies: of embedding and head."""
     shutil.copytree(target_folder, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
+    config["mtp_num_hidden_layers" if head.is_qwen else "num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     count = len(head.target.model.layers)
-    state = _as_written(head, folder / "carrier", f"model.layers.{count - 1}.") | head.weights
+    state = _as_written(head, folder / "carrier", f"model.layers.{count - 1}.")
+    if head.is_qwen:
+        state = {f"layers.0.{name}": value for name, value in state.items()}
+        state |= {QWEN_NAMES[name]: value for name, value in head.weights.items()}
+        with_copies = False
+    else:
+        state |= head.weights
     if with_copies:
         state["embed_tokens.weight"] = head.target.get_input_embeddings().weight.detach()
         state["shared_head.head.weight"] = head.target.get_output_embeddings().weight.detach()
-    at = f"model.layers.{count}."
+    at = "mtp." if head.is_qwen else f"model.layers.{count}."
     tensors |= {at + name: value.contiguous().clone() for name, value in state.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 

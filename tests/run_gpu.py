@@ -12,29 +12,26 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # started as a script, its own folder is there
 
+from tests.last_run import by_file, git_commit, sources_hash, versions  # noqa: E402
 from tests.parallel_pytest import Done, ParallelRun  # noqa: E402
 
 REPORT = ROOT / "tests" / "gpu_last_run.json"
 # What a GPU run says something about.
 HASHED = ("kernels", "parallel", "runner", "drafters", "sampling", "state")
-VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest")
 MARK = "gpu"
 MOST_JOBS = 8
 NUM_SLOWEST = 10
@@ -77,7 +74,7 @@ def main() -> int:
         f"in {seconds:.0f} s with {args.jobs} processes"
     )
     record = {
-        "commit": args.commit or git_commit(),
+        "commit": args.commit or git_commit(ROOT),
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions()},
@@ -87,8 +84,8 @@ def main() -> int:
         "failures": sorted(one.test for one in done if one.outcome == "failed"),
         "left_out": left_out,
         "seconds": round(seconds),
-        "files": by_file(done),
-        "sources_sha256": sources_hash(),
+        "files": by_file((one.test, one.seconds) for one in done),
+        "sources_sha256": sources_hash(ROOT, HASHED),
     }
     if args.report is not None or has_gpu:
         (args.report or REPORT).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -110,20 +107,9 @@ def run_tests(args: argparse.Namespace, files: Sequence[Path], rest: Sequence[st
         return run.run(args.jobs)
 
 
-def by_file(done: Sequence[Done]) -> dict[str, dict[str, float]]:
-    """Tests of each file, and the seconds that they took together."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for one in done:
-        found[one.test.partition("::")[0]].append(one.seconds)
-    return {
-        name: {"tests": len(seconds), "seconds": round(sum(seconds), 1)}
-        for name, seconds in sorted(found.items())
-    }
-
-
 def print_times(done: Sequence[Done]) -> None:
     print("\n  tests  seconds  file (seconds of all processes together)")
-    for name, row in by_file(done).items():
+    for name, row in by_file((one.test, one.seconds) for one in done).items():
         print(f"{row['tests']:>7} {row['seconds']:>8.1f}  {name}")
     print(f"\n          seconds  the slowest {NUM_SLOWEST} tests")
     for one in sorted(done, key=lambda one: -one.seconds)[:NUM_SLOWEST]:
@@ -160,48 +146,19 @@ def _importable(names: set[str]) -> set[str]:
     return {n for n in names if n in sys.modules or importlib.util.find_spec(n) is not None}
 
 
-def sources_hash() -> str:
-    """Over names and bytes of what the GPU tests are about."""
-    digest = hashlib.sha256()
-    for folder in HASHED:
-        for path in sorted((ROOT / "paceline" / folder).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
-            digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
 def warn_if_stale() -> None:
     try:
         record = json.loads(REPORT.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         print("warning: no GPU run is on record; `make test-gpu` on a machine with one writes it")
         return
-    if record["sources_sha256"] != sources_hash():
+    if record["sources_sha256"] != sources_hash(ROOT, HASHED):
         print(
             f"warning: {', '.join(HASHED)} have changed since the last GPU run ({record['date']}, "
             f"{record['gpu']}, commit {str(record['commit'])[:10]}); run `make test-gpu`"
         )
     if record["failed"] or record["selection"]:
         print(f"warning: the last GPU run: {record['failed']} failed, -k {record['selection']!r}")
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 from paceline import commands
 from paceline.cli import main
 from paceline.commands.doctor import CORE_PACKAGES, CPU_PACKAGES, SERVER_PACKAGES
+from paceline.commands.machine import package_version
 from paceline.commands.serve import EXTRA_MODULES
 from tests.architecture.source_tree import ROOT
 
@@ -74,10 +75,11 @@ def test_doctor_without_the_server_extra_says_what_serve_needs(
     torch_is_fine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = {"starlette", "uvicorn"}
-    version = commands.doctor._version
-    monkeypatch.setattr(
-        commands.doctor, "_version", lambda name: None if name in missing else version(name)
-    )
+
+    def version(name: str) -> str | None:
+        return None if name in missing else package_version(name)
+
+    monkeypatch.setattr(commands.doctor, "package_version", version)
     assert main(["doctor"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "Ready: paceline serve" not in last

@@ -61,6 +61,14 @@ def test_a_list_of_conversations_gives_one_answer_each(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outputs] == [4, 2]
 
 
+def test_tools_are_described_in_the_prompt(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    prompt = prompt_of(llm, HELLO, tools=tools)
+    assert prompt is not None
+    assert '{"name": "get_weather"}' in prompt
+    assert prompt.endswith("<user>hello<end><assistant>")
+
+
 def test_the_final_message_can_be_continued(llm: LLM) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "well, I"}]
     keywords = {"continue_final_message": True, "add_generation_prompt": False}

@@ -12,8 +12,9 @@ import pytest
 
 from tests import run_gpu
 from tests.architecture.source_tree import ROOT
+from tests.last_run import sources_hash
 from tests.parallel_pytest import Done, ParallelRun
-from tests.run_gpu import gpu_files, sources_hash, warn_if_stale
+from tests.run_gpu import HASHED, gpu_files, warn_if_stale
 from tests.tiny import save_tiny
 
 # What a machine with a GPU need not have.
@@ -65,13 +66,19 @@ def test_poison(n):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a sample need none, and importing them takes longer than the sample."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def make_project(root: Path, *parts: str) -> Path:
     """A project with one test file and its way to the GPU tests, which is returned."""
     tests = root / "tests"
     tests.mkdir()
     (tests / "__init__.py").touch()
     (tests / "test_sample.py").write_text("".join(parts), encoding="utf-8")
-    for name in ("run_gpu.py", "parallel_pytest.py"):
+    for name in ("run_gpu.py", "last_run.py", "parallel_pytest.py"):
         shutil.copy(ROOT / "tests" / name, tests / name)
     (root / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu\n")
     return tests / "run_gpu.py"
@@ -204,7 +211,7 @@ def test_files_whose_packages_are_missing_are_named(monkeypatch: pytest.MonkeyPa
 def test_a_change_of_the_sources_makes_the_last_run_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in run_gpu.HASHED:
+    for folder in HASHED:
         (tmp_path / "paceline" / folder).mkdir(parents=True)
     source = tmp_path / "paceline" / "kernels" / "norm.py"
     source.write_text("x = 1\n", encoding="utf-8")
@@ -213,7 +220,7 @@ def test_a_change_of_the_sources_makes_the_last_run_stale(
     warn_if_stale()
     assert "no GPU run is on record" in capsys.readouterr().out
     record: dict[str, object] = {
-        "sources_sha256": sources_hash(),
+        "sources_sha256": sources_hash(tmp_path, HASHED),
         "date": "2026-01-01",
         "gpu": "H200",
     }
@@ -225,4 +232,4 @@ def test_a_change_of_the_sources_makes_the_last_run_stale(
     warn_if_stale()
     assert "have changed since the last GPU run (2026-01-01, H200" in capsys.readouterr().out
     source.rename(source.with_name("other.py"))
-    assert sources_hash() != record["sources_sha256"]
+    assert sources_hash(tmp_path, HASHED) != record["sources_sha256"]

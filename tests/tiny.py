@@ -11,6 +11,8 @@ VOCAB = 96
 FAMILIES = ("llama", "llama-tied-rope3", "qwen2", "qwen3")  # what a GGUF file may hold
 MOE_FAMILIES = ("mixtral", "mixtral-window", "qwen3-moe")
 LATENT_FAMILIES = ("deepseek-v3", "glm4-moe-lite")
+HYBRID_FAMILIES = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+FOUR_KEY_HEADS = "qwen3.5-four"  # heads of recurrent layers for four ranks
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -49,6 +51,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
         values.update(more)
     if family in LATENT_FAMILIES:
         kinds[family], more = _latent_values(family)
+        values.update(more)
+    if family in (*HYBRID_FAMILIES, FOUR_KEY_HEADS):
+        kinds[family], more = _hybrid_values(family)
         values.update(more)
     config_class = getattr(transformers, f"{kinds[family]}Config")
     return config_class(**{**values, **changes})
@@ -109,6 +114,37 @@ def _latent_values(family: str) -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {**values, "rope_parameters": yarn}
 
 
+def _hybrid_values(family: str) -> tuple[str, dict[str, Any]]:
+    """Sizes of which no two are alike; heads of 16 of which 4 numbers are rotated."""
+    values = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    if family == FOUR_KEY_HEADS:
+        values |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    if family in ("qwen3.5", FOUR_KEY_HEADS):
+        return "Qwen3_5Text", values
+    values |= {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 40,
+    }
+    if family == "qwen3.5-moe":
+        return "Qwen3_5MoeText", values
+    return "Qwen3Next", {**values, "mlp_only_layers": [1]}
+
+
 def save_tiny(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Any:
     """Write a random fp32 checkpoint and return the transformers model."""
     model = make_tiny(family, seed=seed, **changes)
@@ -122,7 +158,7 @@ def make_tiny(family: str, *, seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
-    kind = type(config).__name__.removesuffix("Config")
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     # Wider weights than transformers' 0.02: logits that are far apart make greedy ties unlikely.
     generator = torch.Generator().manual_seed(seed)

@@ -19,7 +19,7 @@ WIRES = {"gloo_wire", "nccl_wire", "GlooWire", "NcclWire", "Wire", "open_store"}
 # What only a wire asks of a process group.
 RAW = {"allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast"}
 RAW |= {"all_gather_into_tensor", "init_process_group", "new_group", "barrier", "_wire"}
-# Where parts of a layer meet, on the device. Nobody else calls a collective of any group.
+# Where parts of a layer meet, on the device. No other file calls a collective of any group.
 VERBS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 CALLERS = {"paceline/parallel/expert_exchange.py", LOCKSTEP}
 CALLERS |= {f"paceline/layers/{name}.py" for name in ("linear", "moe", "vocab")}
@@ -58,7 +58,7 @@ def test_one_module_knows_torch_distributed() -> None:
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda s: s.name)
-def test_nobody_else_opens_a_wire_or_talks_through_one(source: Source) -> None:
+def test_no_other_file_opens_a_wire_or_talks_through_one(source: Source) -> None:
     if source.name == COLLECTIVES:
         return
     assert not used(source) & RAW, f"{source.name} asks a process group itself; ask a Group"

@@ -1,4 +1,4 @@
-"""Names that users depend on are frozen lists: a change is a line in a diff that somebody signs."""
+"""Names that users depend on are frozen lists: a change is a line that a reviewer signs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FOLDERS = ("paceline/runner", "paceline/sampling", "paceline/drafters", "pacelin
 # What differs between CPU and CUDA, and where it is decided.
 KNOWS_DEVICE = {
     "paceline/runner/startup.py": "which device an engine runs on",
-    "paceline/runner/startup_cuda.py": "weight formats, memory sizing, graphs",
+    "paceline/runner/platform_cuda.py": "weight formats, memory sizing, graphs",
     "paceline/runner/ranks.py": "which GPU a rank has",
     "paceline/runner/streams.py": "a worker thread, or the GPU's own stream",
     "paceline/runner/graphs.py": "capture and replay",
@@ -22,9 +22,19 @@ KNOWS_DEVICE = {
     "paceline/state/packets.py": "pinned host memory",
 }
 ASKS = {"is_cuda", "is_cpu", "cuda"}
-# Copies between host and device, and who makes them.
 WRITES = {"paceline/state/staging.py", "paceline/state/packets.py"}
-COPIES = {"cpu", "pin_memory", "copy_", "item", "tolist"}
+# Where tensors become numbers of the host: calls that would wait for a GPU, and why they may.
+READS = {"cpu", "item", "numpy"}
+READS_TENSORS = {
+    "paceline/state/staging.py": "the CPU's way in",
+    "paceline/state/packets.py": "the way in of both: pinned memory of the ring",
+    "paceline/state/readback.py": "the way out: pinned memory of the ring",
+    "paceline/state/slots.py": "arrays over CPU tensors, for the compact rows",
+    "paceline/runner/compact_rows.py": "rows of the CPU, and the order of its late rows",
+    "paceline/runner/prompt_logprobs.py": "prompt logprobs, in an eager step",
+    "paceline/sampling/custom.py": "custom processors run on the host, in an eager step",
+    "paceline/sampling/verify.py": "which processors a step of the CPU can leave out",
+}
 
 PACKAGE = sources(*FOLDERS)
 
@@ -53,12 +63,13 @@ def test_every_file_that_may_ask_does(name: str) -> None:
     assert asks or compares_device_type(source), f"{name} need not be in the list any more"
 
 
-def test_there_is_one_step_one_verify_and_one_runner() -> None:
+def test_there_is_one_step_one_verify_one_runner_and_one_builder() -> None:
     for name, owner in (
         ("step_a", "paceline/runner/step.py"),
         ("step_b", "paceline/runner/step.py"),
         ("verify", "paceline/sampling/verify.py"),
         ("launch", "paceline/runner/runner.py"),
+        ("build_on", "paceline/runner/startup.py"),
     ):
         found = {s.name for s in PACKAGE for f in s.functions() if f.name == name}
         assert found == {owner}, name
@@ -75,6 +86,13 @@ def test_slot_state_has_one_door_in_for_each_transport() -> None:
     assert writers == {"paceline/runner/compact_rows.py", "paceline/runner/padded_rows.py"}
 
 
+@pytest.mark.parametrize("source", PACKAGE, ids=lambda s: s.name)
+def test_only_the_named_files_read_tensors_on_the_host(source: Source) -> None:
+    calls = (n.func for n in ast.walk(source.tree) if isinstance(n, ast.Call))
+    reads = {f.attr for f in calls if isinstance(f, ast.Attribute)} & READS
+    assert bool(reads) == (source.name in READS_TENSORS), f"{source.name}: {sorted(reads)}"
+
+
 def test_results_are_read_in_one_place() -> None:
     readers = set()
     for source in sources("paceline"):
@@ -82,3 +100,10 @@ def test_results_are_read_in_one_place() -> None:
         if any(dotted(call.func).rpartition(".")[2] == "RingReader" for call in calls):
             readers.add(source.name)
     assert readers == {"paceline/runner/runner.py"}
+
+
+@pytest.mark.parametrize("source", [*PACKAGE, *sources("paceline/scheduler")], ids=lambda s: s.name)
+def test_requests_are_checked_before_they_reach_the_loop(source: Source) -> None:
+    """`engine/checks.py` refuses them. An error in the scheduler or the step ends the engine."""
+    names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
+    assert not names & {"InvalidRequest", "PromptTooLong"}

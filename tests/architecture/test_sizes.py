@@ -11,8 +11,11 @@ from tests.architecture.source_tree import Source, sources
 MAX_FILE_LINES = 500
 MAX_BODY_LINES = 60
 # Lines of paceline/ in all. Raise it in the commit that needs it, and say there what it buys.
-# 38,500: after one device step and one table of kernels, with the limits that attacks made needed.
-TOTAL_LINES = 38_500
+# 37,900: after one device step, one table of kernels and one start-up. Then hybrid models (3,000),
+# attention over long contexts (150), structured output, tools, Responses and Messages (5,900),
+# drafters and how they are accepted (3,600), restarts, routing, API keys and several machines
+# (2,100), the page (500).
+TOTAL_LINES = 53_200
 
 EVERY_FILE = sources("paceline", "tests", "bench")
 

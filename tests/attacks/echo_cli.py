@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.cli import main
-from paceline.commands import serve
+from paceline.commands import loading
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.parallel.placement import RankPlace
@@ -40,5 +40,5 @@ def load(config: EngineConfig) -> EngineClient:
 
 
 if __name__ == "__main__":
-    serve.load = load
+    loading.start_engine = load
     sys.exit(main())

@@ -14,7 +14,6 @@ import pytest
 
 from paceline.errors import NotFound
 from paceline.server import body as server_body
-from paceline.server.fields import WITHOUT_EFFECT
 from paceline.server.limits import LIMITS, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, Limit
 from paceline.server.requests import (
     ChatRequest,
@@ -23,7 +22,7 @@ from paceline.server.requests import (
     TokenizeChat,
     TokenizeText,
 )
-from paceline.server.turns import Turns
+from paceline.server.start_queue import StartQueue
 from paceline.text import template_child
 from paceline.text.chat import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
@@ -110,7 +109,6 @@ def test_every_field_that_can_be_large_has_a_limit(kind: type[msgspec.Struct]) -
         types = field.type.types if union else (field.type,)  # type: ignore[attr-defined]
         if any(isinstance(t, sized) for t in types):
             assert field.name in LIMITS
-    assert set(LIMITS) >= WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_every_field_that_can_be_large_has_a_limit(kind: type[msgspec.Struct]) -
         (CHAT, {"messages": [{"role": "user", "content": [{}] * MAX_CONTAINERS}]}, "'messages'"),
         (CHAT, {"messages": HI, "zzz": {str(i): 0 for i in range(MAX_MEMBERS)}}, "members"),
         (CHAT, {"messages": HI} | {str(i): 0 for i in range(MAX_MEMBERS)}, "members"),
-        (CHAT, {"messages": HI, "tools": [0] * MAX_VALUES + [0]}, "values"),
+        (CHAT, {"messages": HI, "wishes": [0] * MAX_VALUES + [0]}, "values"),
         ("/tokenize", {"prompt": "Hi " * 400_000}, "1048576"),
     ],
 )
@@ -239,7 +237,7 @@ def test_many_messages_are_rendered_while_the_loop_goes_on(
 
 def test_requests_that_come_together_go_on_in_turns_of_the_loop() -> None:
     async def main() -> list[tuple[int, int]]:
-        turns, loop = Turns(), asyncio.get_running_loop()
+        queue, loop = StartQueue(), asyncio.get_running_loop()
         turn = 0
         went: list[tuple[int, int]] = []
 
@@ -250,7 +248,7 @@ def test_requests_that_come_together_go_on_in_turns_of_the_loop() -> None:
                 loop.call_soon(count)
 
         async def request(number: int) -> None:
-            await turns.next()
+            await queue.wait_turn()
             went.append((turn, number))
 
         count()
@@ -264,11 +262,11 @@ def test_requests_that_come_together_go_on_in_turns_of_the_loop() -> None:
 
 def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:
     async def main() -> list[str]:
-        turns = Turns()
+        queue = StartQueue()
         went: list[str] = []
 
         async def request(name: str, **how: bool) -> None:
-            await turns.next(**how)
+            await queue.wait_turn(**how)
             went.append(name)
 
         new = [asyncio.create_task(request(f"new {i}")) for i in range(3)]
@@ -282,8 +280,8 @@ def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:
 
 def test_a_request_that_gives_up_its_place_leaves_the_turn_to_the_next() -> None:
     async def main() -> None:
-        turns = Turns()
-        tasks = [asyncio.create_task(turns.next()) for _ in range(3)]
+        queue = StartQueue()
+        tasks = [asyncio.create_task(queue.wait_turn()) for _ in range(3)]
         await asyncio.sleep(0)
         tasks[1].cancel()
         await asyncio.wait_for(tasks[2], 30)
@@ -293,15 +291,15 @@ def test_a_request_that_gives_up_its_place_leaves_the_turn_to_the_next() -> None
 
 def test_health_and_metrics_wait_for_no_turn() -> None:
     with serving(FakeClient()) as server:
-        turns = server.service.turns
-        turns._is_taken = True  # as while thousands of requests are before this one
+        queue = server.service.start_queue
+        queue._is_taken = True  # as while thousands of requests are before this one
         with ThreadPoolExecutor(1) as sender:
             answer = sender.submit(server.complete)
-            wait_for(lambda: len(turns._waiting) == 1)
+            wait_for(lambda: len(queue._waiting) == 1)
             assert server.get("/health").status == 200
             assert server.get("/metrics").status == 200
             assert not answer.done()
-            server.loop.call_soon_threadsafe(turns._pass_on)
+            server.loop.call_soon_threadsafe(queue._pass_on)
             assert answer.result(60).status == 200
 
 
@@ -432,6 +430,6 @@ def test_a_template_is_rendered_while_the_loop_goes_on(
         latch.wait()
         return "Hi"
 
-    monkeypatch.setattr("paceline.server.conversation.render_apart", held)
+    monkeypatch.setattr("paceline.server.conversation.render_in_child", held)
     fields = {"messages": HI, "chat_template": "{{ messages }}"}
     assert _stays_alive_while(trusting, latch, CHAT, fields).status == 200

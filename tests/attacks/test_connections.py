@@ -15,6 +15,7 @@ from paceline.server import http as http_module
 from tests.server.fake_client import FakeClient
 from tests.server.processes import Process, resident_bytes, running
 from tests.server.serving import JSON, Served, serving
+from tests.tiers import first_or_more
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -183,8 +184,8 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_half_sent_requests_at_the_limit_of_connections_keep_nobody_out(half: str) -> None:
+@pytest.mark.parametrize("half", first_or_more(HALVES, lambda half: half == "half a header"))
+def test_half_sent_requests_at_the_limit_of_connections_keep_no_client_out(half: str) -> None:
     with running(max_connections=32, header_timeout_s=2.0) as process:
         # Bodies have more time than headers, so fewer of them wait here.
         count = 100 if "body" in half else 400

@@ -18,8 +18,8 @@ from tests.patience import wait_for
 from tests.server.processes import Process, running
 
 SLOTS = 4
-# More messages than a loop reads in this many steps: a few for those who run when all leave, and
-# four for one who stays.
+# More messages than a loop reads in this many steps: a few for each request that runs when all
+# clients leave, and four for the one that stays.
 CROWD, MOST_STEPS = 900, 12
 LARGE = [5] * 20_000  # four bytes a token: a few of these fill the socket to the engine
 

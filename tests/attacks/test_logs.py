@@ -29,7 +29,7 @@ class Server:
         """`redirect` is what a shell would be told: "2>&-", "| true"."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        command = [*SERVE, model, "--port", str(self.port)]
+        command = [*SERVE, model, "--port", str(self.port), "--max-restarts", "0"]
         if redirect:
             run = '"$@"' if "|" in redirect else 'exec "$@"'
             line = f"set -o pipefail; {run} {redirect}"

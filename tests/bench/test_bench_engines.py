@@ -23,7 +23,14 @@ from paceline.config import EngineConfig
 from paceline.engine.messages import StepTimes
 
 ARGUMENTS = Namespace(
-    engine="paceline", load=False, prompt=128, bs=[1, 8], sync=False, eager=False, set=[]
+    engine="paceline",
+    load=False,
+    prompt=128,
+    bs=[1, 8],
+    sync=False,
+    eager=False,
+    set=[],
+    contexts=[],
 )
 
 
@@ -289,7 +296,8 @@ def test_an_unknown_case_is_refused(
 
 @pytest.mark.parametrize("name", ["sm", "l8"])
 def test_our_engine_knows_every_keyword(name: str, tmp_path: Path) -> None:
-    for change in ({}, {"load": True}, {"sync": True, "eager": True}):
+    contexts = {"contexts": [(1, 64_000)]}
+    for change in ({}, {"load": True}, {"sync": True, "eager": True}, contexts):
         args = Namespace(**{**vars(ARGUMENTS), **change})
         config = EngineConfig.from_keywords(**keywords(args, CASES[name], tmp_path))
         assert config.model.load_format == "dummy"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.cpu_peers import run_case
+from bench.cpu_peers import is_slower, run_case
+from bench.peers.against import OTHER, THIS, Checkout, groups
 from bench.peers.cases import OURS, SYNC, Case, cases, choose
-from bench.peers.contender import Entry
+from bench.peers.contender import ContenderFailed, Entry
 from bench.peers.job import Job, Timing, throughput
 from bench.peers.prompts import DATA, Prompts
 from bench.peers.verdict import Bar
@@ -25,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXED = {
     "edit_and_quote.jsonl": "89862f34eff3ab3b150b96f79038be23057667e80177544b83f0c341fbbc1fc7",
     "chat_40.jsonl": "0ef7b4b47150a94b91dac045f77adb8d5d225449364ccb99d3001435c18e3a2c",
+    "schemas_40.jsonl": "8eb5f7785da009cfc96dbc62043d15bf7cad1c8c0cc9e2166d75a259360bfc6a",
+    "drafters_24.jsonl": "c04e94dc294f1a0002b1dcc4278be1c5e5a9587b6692c317c50dd6dd478140fc",
 }
 
 
@@ -80,7 +85,10 @@ def test_the_prompts_are_those_that_were_fixed_first(name: str, digest: str) -> 
     assert hashlib.sha256((DATA / name).read_bytes()).hexdigest() == digest
 
 
-@pytest.mark.parametrize(("name", "count"), [("edit_and_quote.jsonl", 10), ("chat_40.jsonl", 40)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("edit_and_quote.jsonl", 10), ("chat_40.jsonl", 40), ("drafters_24.jsonl", 24)],
+)
 def test_every_prompt_is_one_message_with_an_id_of_its_own(name: str, count: int) -> None:
     lines = [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
     assert len({line["id"] for line in lines}) == count
@@ -106,22 +114,28 @@ def test_a_missing_peer_names_the_extra_to_install(monkeypatch: pytest.MonkeyPat
     assert "pip install '.[bench]'" in reason
 
 
-def test_quick_run_ahead_runs_with_a_dummy_model(tmp_path: Path) -> None:
+def run_quick(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The program's exit status and its record, for a tiny model with random weights."""
     config = tiny_config("llama", architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path / "model")
-    file = tmp_path / "result.json"
-    arguments = ["--quick", "--only", "run-ahead", "--threads", "1", "--json", str(file)]
-    arguments += ["--model", str(tmp_path / "model"), "--load-format", "dummy"]
+    config.save_pretrained(folder / "model")
+    file = folder / "result.json"
+    common = ["--quick", "--threads", "1", "--json", str(file)]
+    common += ["--model", str(folder / "model"), "--load-format", "dummy"]
     done = subprocess.run(
-        [sys.executable, "bench/cpu_peers.py", *arguments],
+        [sys.executable, "bench/cpu_peers.py", *common, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(file.read_text(encoding="utf-8"))
+    assert file.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_quick_run_ahead_runs_with_a_dummy_model(tmp_path: Path) -> None:
+    status, record = run_quick(tmp_path, "--only", "run-ahead")
+    assert status == 0
     assert [case["name"] for case in record["cases"]] == ["run-ahead.1", "run-ahead.8"]
     for case in record["cases"]:
         (row,) = case["rows"]
@@ -133,3 +147,55 @@ def test_quick_run_ahead_runs_with_a_dummy_model(tmp_path: Path) -> None:
     resolved = record["contenders"][SYNC]["details"]["config"]
     assert (resolved["run_ahead"], resolved["cpu_threads"]) == (0, 1)
     assert record["machine"]["cpu"]
+
+
+@pytest.mark.more
+def test_against_measures_the_other_folders_paceline(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "paceline", other / "paceline")
+    (other / "paceline" / "__init__.py").write_text(
+        (ROOT / "paceline" / "__init__.py").read_text(encoding="utf-8")
+        + '\n__version__ = "0.other"\n',
+        encoding="utf-8",
+    )
+    status, record = run_quick(tmp_path, "--against", str(other), "--only", "step-cpu.k5-rows8")
+    assert record["contenders"][OTHER]["version"] == "0.other"
+    assert record["contenders"][THIS]["version"] != "0.other"
+    (case,) = record["cases"]
+    (row,) = case["rows"]
+    assert row["same_answers"] == "8/8"
+    for name in (THIS, OTHER):
+        assert case["contenders"][name]["median"] > 0
+        assert case["contenders"][name]["counts"]["num_accepted_tokens"] > 0
+    assert status == int(row["verdict"] == "miss")  # so short a run may go either way
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slower"), [(10.0, False), (10.25, False), (10.4, True), (9.0, False)]
+)
+def test_a_checkout_is_slower_below_97_percent(seconds: float, slower: bool) -> None:
+    log: list[tuple[str, Job]] = []
+    contenders = {THIS: Recorder(THIS, seconds, log), OTHER: Recorder(OTHER, 10.0, log)}
+    case = Case("x", "x", "tok/s", two_jobs, throughput, (Bar(THIS, (OTHER,), must=0.97),), 2)
+    record = {"cases": [run_case(case, contenders, prompts(), 2, quick=False).record()]}
+    assert is_slower(record) == slower
+
+
+def test_every_case_between_checkouts_is_held_against_97_percent_over_21_rounds() -> None:
+    found = [case for group in groups({"model": "m"}, 2, Path("m")) for case in group.cases]
+    assert {case.name.partition(".")[0] for case in found} == {
+        *("one-request", "batch-8", "ttft-512", "n-gram", "sampled-chat", "penalties-logprobs"),
+        *("draft-greedy", "draft-sampled", "step-cpu"),
+    }
+    for case in found:
+        (bar,) = case.bars
+        assert case.rounds >= 21
+        assert bar.must == (1.031 if bar.lower_is_better else 0.97)
+
+
+def test_a_folder_without_paceline_is_named(tmp_path: Path) -> None:
+    with (
+        Checkout(tmp_path, {}) as contender,
+        pytest.raises(ContenderFailed, match=f"not from {tmp_path}"),
+    ):
+        contender.wait()

@@ -164,6 +164,9 @@ def test_scaling_in_the_metadata_is_translated(
     ("extra", "named"),
     [
         ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported"),
+        ({"general.architecture": "qwen35"}, "GGUF files of 'qwen35' are not supported.*original"),
+        ({"general.architecture": "qwen35moe"}, "GGUF files of 'qwen35moe'"),
+        ({"general.architecture": "qwen3next"}, "GGUF files of 'qwen3next'"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
         ({"llama.rope.dimension_count": 4}, "rope over 4 of 8"),

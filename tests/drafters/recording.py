@@ -16,7 +16,8 @@ from paceline.engine.engine import Engine
 from paceline.request import EngineRequest
 from paceline.runner.compact_rows import CompactRows
 from paceline.runner.padded_rows import PaddedBuilder
-from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.runner.platform_cuda import CudaPlatform
+from paceline.runner.startup import build_on
 from paceline.step import Runner
 from tests.e2e.ladder import Workshop
 from tests.e2e.loop import add_all, finish, listened_to, tiny_engine, tiny_engine_config
@@ -105,9 +106,8 @@ def recorded(
     """
     if is_fixed:
         config = tiny_engine_config(workshop, spec, **options)
-        built: Runner = build_fixed_runner(
-            config, lambda name, share: None, device=torch.device("cpu")
-        )
+        platform = CudaPlatform(torch.device("cpu"))
+        built: Runner = build_on(platform, config, lambda name, share: None)
         engine, published = listened_to(built, config)
         recording = Recording(engine, built, published)
     else:

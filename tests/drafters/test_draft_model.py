@@ -53,6 +53,6 @@ def test_pages_of_a_request_that_just_ended_hold_its_last_drafter_rows(
             seen.run([request(uid, prompt, **ending)])
             said = [*prompt, *seen.published[uid]]
             seen.run([request(10 + uid, [*said, 7], ignore_eos=True, max_tokens=6)])
-        hits = seen.engine.scheduler.stats()["prefix_cache_hit_tokens"]
+        hits = seen.engine.scheduler.num_hit_tokens
         check(seen)
     assert hits == sum(len(s) - 1 for s in seen.sequences()[::2])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import LLM, RequestOutput, SamplingParams
-from tests.e2e.ladder import Workshop
+from tests.e2e.ladder import BLOCKS, Workshop
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 
@@ -30,7 +30,8 @@ def eagle3(workshop: Workshop, k: int = 4, **more: Any) -> dict[str, Any]:
 
 
 def head(workshop: Workshop, drafter: str, k: int = 4, **more: Any) -> dict[str, Any]:
-    spec = {"method": drafter, "num_speculative_tokens": k, "adaptive": False, **more}
+    method = BLOCKS.get(drafter, drafter)
+    spec = {"method": method, "num_speculative_tokens": k, "adaptive": False, **more}
     return spec if drafter == "mtp" else spec | {"model": workshop.head_folder("llama", drafter)}
 
 

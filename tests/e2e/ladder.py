@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from paceline import LLM, SamplingParams
+from tests.block_heads import random_block, save_block, train_block
 from tests.eagle import PlainHead, random_head, save_head, train
 from tests.eagle3 import random_eagle3, save_eagle3
 from tests.mtp import random_mtp, save_mtp
+from tests.one_pass_heads import PlainPard, trained_peagle
 from tests.tiny import FAMILIES, VOCAB, greedy_reference, make_tiny, save_noisy_draft
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -32,6 +34,16 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prefix_cache": (True, False),
     "pool": ("roomy", "tight"),  # tight: preemption is forced
     "block_size": (16, 4),
+}
+
+# Kinds of block drafters, and the methods that run them.
+BLOCKS = {
+    "dflash": "dflash",
+    "dflash2": "dflash",
+    "dspark": "dspark",
+    "dspark-gated": "dspark",
+    "peagle": "peagle",
+    "pard": "pard",
 }
 
 
@@ -107,6 +119,7 @@ class Workshop:
         self.draft_folder = cache(self._draft_folder)
         self._made = cache(self._head)
         self.expected = cache(self._expected)
+        self.block_head = cache(self._block_head)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         """What the first of all processes made."""
@@ -121,7 +134,7 @@ class Workshop:
 
     def _target(self, family: str) -> Any:
         # Seeds whose outputs end at different lengths, most of them long enough to preempt.
-        seed = {"llama": 1, "qwen3": 3}.get(family, 0)
+        seed = {"llama": 1, "qwen3": 3, "qwen3.5-moe": 1}.get(family, 0)
         # Not out of a file: a model that was unpickled does not hand out its hidden states.
         model = make_tiny(family, seed=seed)
         self._once(family, lambda: model.save_pretrained(self._folder / family))
@@ -176,9 +189,30 @@ class Workshop:
             save_head, folder, eagle, prefix=prefix, as_safetensors=not is_published
         )
 
+    def _block_head(self, family: str, kind: str) -> Any:
+        """The same of a block drafter; every kind has `features` and `drafts`."""
+        target, folder = self.target(family), self._folder / f"{family}-{kind}"
+
+        def make() -> Any:
+            if kind == "pard":
+                head: Any = PlainPard(self.draft_folder(family))
+                head.save(folder, "z-lab")
+                return head
+            sequences = [[*p, *o] for p, o in zip(PROMPTS, self.expected(family), strict=True)]
+            if kind == "peagle":
+                head = trained_peagle(target, sequences)
+                head.save(folder, "z-lab")
+                return head
+            head = train_block(random_block(target, kind), target, sequences)
+            save_block(folder, head)
+            return head
+
+        return self._once(f"{family}-{kind}", make)
+
     def head_folder(self, family: str, drafter: str = "eagle") -> str:
         """Where the head is; an MTP layer is in a checkpoint of the target."""
-        self.head(family, drafter)
+        make = self.block_head if drafter in BLOCKS else self.head
+        make(family, drafter)
         return str(self._folder / f"{family}-{drafter}")
 
     def _expected(self, family: str) -> list[list[int]]:
@@ -225,7 +259,7 @@ def options_of(rung: Rung, workshop: Workshop) -> dict[str, Any]:
         options["num_gpu_blocks_override"] = 256 // rung.block_size + 1
     if rung.drafter != "none":
         options["speculative_config"] = {
-            "method": rung.drafter,
+            "method": BLOCKS.get(rung.drafter, rung.drafter),
             "num_speculative_tokens": rung.k,
             "adaptive": False,
         }
@@ -233,7 +267,7 @@ def options_of(rung: Rung, workshop: Workshop) -> dict[str, Any]:
         options["speculative_config"]["prompt_lookup_min"] = 1
     if rung.drafter == "draft_model":
         options["speculative_config"]["model"] = workshop.draft_folder(rung.family)
-    if rung.drafter in ("eagle", "eagle3"):
+    if rung.drafter in ("eagle", "eagle3", *BLOCKS):
         head = workshop.head_folder(rung.family, rung.drafter)
         options["speculative_config"]["model"] = head
     if rung.drafter == "mtp":

@@ -57,10 +57,14 @@ def listened_to(
     def publish(data: bytes) -> None:
         message = decode(data)
         assert isinstance(message, StepMessage)
+        result = message.result
         for uid, count, row in zip(
-            message.uid_B.tolist(), message.count_B.tolist(), message.token_BW.tolist(), strict=True
+            result.uid_B.tolist(),
+            result.count_B.tolist(),
+            result.token_BW.tolist(),
+            strict=True,
         ):
-            if uid >= 0:  # -1: nobody waits for this row any more
+            if uid >= 0:  # else the row was dropped
                 published.setdefault(uid, []).extend(row[:count])
 
     return Engine(runner, config, publish, delay=delay), published

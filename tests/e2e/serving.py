@@ -43,6 +43,14 @@ def save_served(folder: Path, family: str = "llama", **changes: Any) -> Any:
     """A random model with a byte-level tokenizer and a chat template; returns the model."""
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN}
     model = save_tiny(folder, family, **sizes | changes)
+    train_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return model
+
+
+def train_tokenizer() -> Tokenizer:
+    """Byte-level, with VOCAB tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,10 +62,7 @@ def save_served(folder: Path, family: str = "llama", **changes: Any) -> Any:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     assert tokenizer.get_vocab_size() == VOCAB
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return model
+    return tokenizer
 
 
 @dataclass
@@ -104,10 +109,11 @@ class ServerProcess:
         *,
         limit: str | None = None,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PACELINE,
     ) -> None:
         """`limit` is what bash's ulimit is given: "-n 1024", "-f 100"."""
         self.log = log
-        command = [*PACELINE, *arguments]
+        command = [*program, *arguments]
         if limit is not None:
             command = ["bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *command]
         with log.open("wb") as file:
@@ -226,9 +232,10 @@ def started(
     *,
     limit: str | None = None,
     environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = PACELINE,
 ) -> Iterator[ServerProcess]:
     """A command that runs; whatever is left of it afterwards is killed."""
-    process = ServerProcess(arguments, log, limit=limit, environment=environment)
+    process = ServerProcess(arguments, log, limit=limit, environment=environment, program=program)
     try:
         yield process
     finally:

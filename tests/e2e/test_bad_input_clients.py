@@ -68,7 +68,7 @@ def test_clients_that_go_away_end_their_own_request_only(
             moment(server, leave)
 
     healthy.during(disturb, rounds=8)
-    # Each would run on for 480 tokens; nobody waits for them any more.
+    # Each would run on for 480 tokens; no client waits for them any more.
     server.await_idle()
     assert server.gauge("kv_cache_usage_perc") == 0
 
@@ -108,7 +108,7 @@ class SlowReader:
         return choices
 
 
-def test_a_slow_reader_holds_up_nobody_and_costs_its_own_output_only(
+def test_a_slow_reader_delays_no_other_and_costs_its_own_output_only(
     healthy: Disturbance,
 ) -> None:
     server = healthy.server

@@ -148,7 +148,7 @@ BAD: dict[str, list[Bad]] = {
         text("Unknown field 'max_token'. Did you mean 'max_tokens'", "max_token", max_token=5),
         chat("Did you mean 'temperature'", "temperatur", temperatur=1),
         text("Unknown field 'zzzz'.$", "zzzz", zzzz=1),
-        chat("'tools' is not supported", "tools", tools=[{"type": "function"}]),
+        chat("'functions' is not supported", "functions", functions=[{"name": "f"}]),
     ],
     "broken JSON": [
         raw("not JSON", b'{"prompt": "a"'),
@@ -189,7 +189,7 @@ BAD: dict[str, list[Bad]] = {
     "an oversized body": [
         Bad(
             413,
-            r"has \d+ bytes or more; this server takes 1048576",
+            r"has at least \d+ bytes; the limit is 1048576",
             code="request_too_large",
             body=b'{"prompt": "' + b"a" * (3 << 20) + b'"}',
         )

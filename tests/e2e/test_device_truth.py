@@ -191,6 +191,9 @@ class Counting:
             self.state = token
             self.seen.append(token)
 
+    def forced(self) -> list[int]:
+        return []
+
 
 @pytest.mark.trap("A9", "B8")
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -254,7 +257,7 @@ def _wait(event: threading.Event) -> None:
     event.wait(60)
 
 
-def test_a_step_that_everybody_has_left_is_not_computed_and_the_next_one_is_right(
+def test_a_step_whose_requests_all_left_is_not_computed_and_the_next_is_right(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prompt is another one's as well, who must not find pages that were never filled."""

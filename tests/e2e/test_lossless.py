@@ -12,8 +12,9 @@ from scipy import stats
 from transformers import LlamaForCausalLM
 
 from paceline import SamplingParams
+from paceline.errors import InvalidRequest
 from tests.e2e.engines import NGRAM, draft_model, eagle, head, run, tiny_llm, tokens
-from tests.e2e.ladder import PROMPTS, Workshop
+from tests.e2e.ladder import BLOCKS, PROMPTS, Workshop
 from tests.tiny import VOCAB
 
 FEATURES: list[dict[str, Any]] = [
@@ -62,6 +63,40 @@ def test_every_sampling_feature_gives_the_tokens_of_a_run_without_drafts(
 ) -> None:
     spec = spec_of(drafter, workshop)
     outputs = run(workshop, PROMPTS, feature_batch(), spec, run_ahead=depth)
+    assert tokens(outputs) == plain
+    assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    "drafter", ["draft_model", "eagle3", pytest.param("ngram", marks=pytest.mark.more)]
+)
+def test_auto_gives_the_tokens_of_a_run_without_drafts(
+    workshop: Workshop, plain: list[list[list[int]]], drafter: str, depth: int
+) -> None:
+    auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 5, "adaptive": True}
+    spec = {**(spec_of(drafter, workshop) or {}), **auto}
+    outputs = run(workshop, PROMPTS, feature_batch(), spec, run_ahead=depth)
+    assert tokens(outputs) == plain
+    assert sum(o.metrics.num_draft_tokens for o in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "k"),
+    [
+        ("draft_model", 1),
+        ("draft_model", 4),
+        ("eagle3", 3),
+        pytest.param("eagle", 4, marks=pytest.mark.more),
+        pytest.param("mtp", 4, marks=pytest.mark.more),
+    ],
+)
+def test_coupled_drafts_give_the_tokens_of_a_run_without_drafts(
+    workshop: Workshop, plain: list[list[list[int]]], drafter: str, k: int
+) -> None:
+    """For any K, with a reduced vocabulary (eagle3) too."""
+    spec = {**(spec_of(drafter, workshop, k) or {}), "draft_sample_method": "coupled"}
+    outputs = run(workshop, PROMPTS, feature_batch(), spec)
     assert tokens(outputs) == plain
     assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
 
@@ -193,6 +228,10 @@ def draft_chances(workshop: Workshop, drafter: str, texts: list[list[int]]) -> t
         model = LlamaForCausalLM.from_pretrained(workshop.draft_folder("llama"))
         with torch.no_grad():
             return top_six(model(torch.tensor(texts)).logits[:, -1]).double()
+    if drafter in BLOCKS:
+        head, target = workshop.block_head("llama", drafter), workshop.target("llama")
+        logits = [head.first_logits(head.features(target, t), t, 3) for t in texts]
+        return top_six(torch.stack(logits)).double()
     plain = workshop.head("llama", drafter)
     chances = torch.zeros(len(texts), VOCAB, dtype=torch.float64)
     for row, text in enumerate(texts):
@@ -218,10 +257,26 @@ def chance_of(counts: Counter[int], expected_V: torch.Tensor) -> float:
     return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
 
 
-@pytest.mark.trap("E4")
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.trap("E4", "E14")
+@pytest.mark.parametrize(
+    ("drafter", "rejection"),
+    [
+        ("draft_model", "standard"),
+        ("draft_model", "block"),
+        ("draft_model", "auto"),
+        pytest.param("eagle", "standard", marks=pytest.mark.more),
+        ("eagle3", "standard"),
+        pytest.param("eagle3", "block", marks=pytest.mark.more),
+        pytest.param("mtp", "standard", marks=pytest.mark.more),
+        ("dspark", "standard"),
+        *(
+            pytest.param(x, "standard", marks=pytest.mark.more)
+            for x in ("dflash", "dflash2", "peagle", "pard")
+        ),
+    ],
+)
 def test_probabilistic_drafts_keep_the_targets_distribution(
-    workshop: Workshop, drafter: str
+    workshop: Workshop, drafter: str, rejection: str
 ) -> None:
     """Three tokens of many seeds, in one batch with greedy rows.
 
@@ -229,6 +284,11 @@ def test_probabilistic_drafts_keep_the_targets_distribution(
     accepted differs between machines. What the references of target and drafter expect does too.
     """
     spec = {**(spec_of(drafter, workshop, 3) or {}), "draft_sample_method": "probabilistic"}
+    if rejection == "auto":  # standard; k depends on what earlier requests had accepted
+        auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 3}
+        spec = {**spec, **auto, "adaptive": True}
+    else:
+        spec["rejection_sample_method"] = rejection
     prompt, count = PROMPTS[11], 1500
     params = [
         SamplingParams(seed=seed, max_tokens=3, top_k=6, ignore_eos=True) for seed in range(count)
@@ -245,7 +305,9 @@ def test_probabilistic_drafts_keep_the_targets_distribution(
         target_NV = target_chances(workshop, texts)
         counts = Counter(one[length] for one in drafted[:count])
         assert chance_of(counts, weight_N @ target_NV) > 1e-6, f"token {length}"
-        if length == 1:  # the one token that is drafted: a third is left for the bonus
+        if rejection == "auto":
+            assert sum(o.metrics.num_draft_tokens for o in outputs[:count]) > 0
+        elif length == 1:  # the one token that is drafted: a third is left for the bonus
             draft_NV = draft_chances(workshop, drafter, texts)
             overlap_N = torch.minimum(target_NV, draft_NV).sum(-1)
             accepted = sum(o.metrics.num_accepted_tokens for o in outputs[:count])
@@ -277,6 +339,74 @@ def test_synthetic_acceptance_has_the_asked_mean_length(
     emitted = sum(len(o.outputs[0].token_ids) - 1 for o in outputs)
     steps = sum(o.metrics.num_steps - 1 for o in outputs)
     assert emitted / steps == pytest.approx(length, abs=0.08)
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_a_request_may_bring_its_own_synthetic_rates(workshop: Workshop, k: object) -> None:
+    """Also in a slot whose former owner had others."""
+    forced = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.0, 0.0, 0.0],
+    }
+    spec = {**draft_model(workshop, 3, **forced), "num_speculative_tokens": k, "adaptive": True}
+    if k == "auto":
+        spec["max_num_speculative_tokens"] = 3
+    owns = [None, [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], None]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=120,
+            ignore_eos=True,
+            speculative=None if own is None else {"synthetic_acceptance_rates": own},
+        )
+        for own in owns
+    ]
+    outputs = run(workshop, [PROMPTS[2]] * 5, params, spec, max_num_seqs=1)
+    accepted = [o.metrics.num_accepted_tokens for o in outputs]
+    drafted = [o.metrics.num_draft_tokens for o in outputs]
+    assert [a > 0 for a in accepted] == [False, True, False, True, False]
+    if k == 3:  # what `auto` drafts depends on the times of steps
+        assert accepted[3] == pytest.approx(drafted[3], abs=3)
+        assert 3 * accepted[1] == pytest.approx(2 * drafted[1], abs=6)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+def test_requests_longer_than_the_draft_go_on_without_drafts(
+    workshop: Workshop, drafter: str
+) -> None:
+    """A prompt that is longer gets none; a request that grows gets them up to the limit; a later
+    request that hits its pages drafts as well as without the hit."""
+    spec = spec_of(drafter, workshop, 3) or {}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [PROMPTS[5] + PROMPTS[4], PROMPTS[2], PROMPTS[2]]
+    limit = len(PROMPTS[2]) + 12
+    assert len(prompts[0]) > limit
+    options: dict[str, Any] = {"max_num_seqs": 1, "block_size": 4}
+    short = run(workshop, prompts, params, {**spec, "max_model_len": limit}, **options)
+    whole = run(workshop, prompts, params, spec, **options)
+    assert tokens(short) == tokens(whole) == tokens(run(workshop, prompts, params, **options))
+    drafted = [o.metrics.num_draft_tokens for o in short]
+    assert drafted[0] == 0
+    assert 0 < drafted[1] < whole[1].metrics.num_draft_tokens
+    # One token a step from the limit on; the window that reaches it may pass it, and so may the
+    # one that was launched before its result was read.
+    assert short[1].metrics.num_steps >= 40 - 12 - 2 * 4
+    assert short[2].num_cached_tokens > 0
+    assert short[2].metrics.num_accepted_tokens == short[1].metrics.num_accepted_tokens
+
+
+def test_a_request_names_the_loaded_drafter_or_none(workshop: Workshop) -> None:
+    def asked(**speculative: Any) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=20, speculative=speculative)
+
+    params = [asked(method="ngram"), asked(method="none"), asked(num_speculative_tokens=1)]
+    outputs = run(workshop, [PROMPTS[2]] * 3, params, NGRAM)
+    assert outputs[0].metrics.num_draft_tokens > 0
+    assert outputs[1].metrics.num_draft_tokens == 0
+    assert outputs[2].metrics.num_draft_tokens <= outputs[2].metrics.num_steps
+    for spec, loaded in ((NGRAM, "ngram"), (None, "none")):
+        with pytest.raises(InvalidRequest, match=f"use a loaded drafter or 'none': {loaded}"):
+            run(workshop, [PROMPTS[2]], asked(method="eagle3"), spec)
 
 
 @pytest.mark.trap("G3")

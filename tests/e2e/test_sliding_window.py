@@ -1,4 +1,4 @@
-"""A sliding window gives back pages while a request runs, and nobody reads what it gave back."""
+"""A sliding window gives back pages while a request runs, and no row reads what it gave back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.drafters.base import DraftStep
-from paceline.runner import startup, startup_cuda
-from paceline.runner.finding import Found, kv_window
+from paceline.runner import startup
+from paceline.runner.load_models import Found, kv_window
 from paceline.step import RunnerInfo
 from tests.e2e.ladder import PROMPTS
-from tests.e2e.test_fixed_steps import build_on_cpu
+from tests.e2e.test_fixed_steps import padded_on_cpu
 from tests.tiny import VOCAB, greedy_reference, save_tiny
 
 WINDOW = 27
 K = 7
 OUTPUT = 150
-# Longer than the window, and in chunks; so many at once that a free page does not stay free.
+# Longer than the window, and in chunks; enough at once that a free page is soon taken.
 STARTS = [PROMPTS[i] for i in (0, 3, 5, 7, 1, 2, 4, 8)]
 
 
@@ -91,10 +91,9 @@ def test_pages_behind_the_window_go_by_committed_progress(
     """All drafts accepted, then none, in turn: a page that is freed on hope is soon overwritten."""
     folder, wanted = made
     drafter = Alternating([[*p, *o] for p, o in zip(STARTS, wanted, strict=True)])
-    for module in (startup, startup_cuda):
-        monkeypatch.setattr(module, "make_drafter", lambda *_: drafter)
+    monkeypatch.setattr(startup, "make_drafter", lambda *_: drafter)
     if layout == "fixed":
-        monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+        monkeypatch.setattr(startup, "CpuPlatform", padded_on_cpu)
     spec = {"method": "ngram", "num_speculative_tokens": K, "adaptive": False}
     # As few pages as there may be: one whole sequence has as many.
     outputs = generate(folder, 64, speculative_config=spec, run_ahead=run_ahead)

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoint.tokenizer_config import TokenizerConfig
 from paceline.config import EngineConfig
-from paceline.engine.assembly import Delta, Generation
 from paceline.engine.client import EngineClient
 from paceline.engine.front import Front
+from paceline.engine.outputs import Delta, Generation
 from paceline.request import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S

@@ -112,7 +112,7 @@ class EchoRunner:
         if self.behaviour.needs_rest and gc.get_freeze_count() < self.behaviour.needs_rest:
             raise RuntimeError("the collector walks through everything")
         if plan.step == self.behaviour.miss_at:
-            raise CollectiveError("waited in vain for somebody")
+            raise CollectiveError("waited in vain for another rank")
         if plan.step == self.behaviour.hang_at:
             time.sleep(600)
         if plan.step == self.behaviour.spin_at:
@@ -125,6 +125,7 @@ class EchoRunner:
         rows = plan.num_rows
         result = StepResult(
             step=plan.step,
+            uid_B=plan.uid_B,
             count_B=np.zeros(rows, np.int32),
             token_BW=np.full((rows, width), -1, np.int32),
             done_B=np.zeros(rows, np.int32),
@@ -140,7 +141,7 @@ class EchoRunner:
     def use_spare_time(self) -> bool:
         return False
 
-    def rest(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
     def step_size(self, plan: StepPlan) -> StepSize:
@@ -215,7 +216,7 @@ def build_echo(
 ) -> Runner:
     """The factory: `tests.engine.echo_runner:build_echo`."""
     behaviour = Behaviour.read(config.model.model)
-    if behaviour.at_rank == place.rank:
+    if behaviour.at_rank == place.engine_rank:
         behaviour = replace(behaviour, miss_at=0)
     elif behaviour.at_rank != -1:
         behaviour = replace(behaviour, fail_at=0, hang_at=0, refuse="")

@@ -5,7 +5,7 @@ Never looks into the engine except through its own consistency checks and its bo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.messages import StepMessage, decode
 from paceline.request import Done, EngineRequest, SamplingParams
-from paceline.scheduler.events import TokenConstraint
+from paceline.scheduler.events import MaskFiller, TokenConstraint
 from paceline.scheduler.sequence_pages import NO_PAGE
 from paceline.step import Ints, RunnerInfo, StepPlan
 from tests.fake_model import reference_output
@@ -25,12 +25,13 @@ from tests.scheduler.consistency import check_scheduler, pages_of
 
 def engine_config(info: RunnerInfo, *, depth: int = 0, **keywords: Any) -> EngineConfig:
     """A config that agrees with the runner's own numbers."""
-    adaptive = keywords.pop("adaptive", False)
+    adaptive, is_auto = keywords.pop("adaptive", False), keywords.pop("is_auto", False)
     if info.max_k and "speculative_config" not in keywords:
         keywords["speculative_config"] = {
             "method": "ngram",
             "num_speculative_tokens": info.max_k,
-            "adaptive": adaptive,
+            "adaptive": adaptive or is_auto,
+            "is_auto": is_auto,
         }
     keywords.setdefault("max_num_batched_tokens", max(64, info.num_slots * (info.max_k + 1)))
     return EngineConfig.from_keywords(max_num_seqs=info.num_slots, run_ahead=depth, **keywords)
@@ -71,12 +72,55 @@ class ModThree:
             self._last = token
         self.accepted += tokens
 
+    def forced(self) -> list[int]:
+        return []
 
-def mod_three_mask(vocab: int, last: int) -> Ints:
+
+class Runs:
+    """A toy grammar with forced tokens: a token that is not the last of its block of `block` ids is
+    followed by the next id (modulo the vocabulary), others by any even id."""
+
+    def __init__(self, vocab: int, block: int) -> None:
+        self._vocab, self._block = vocab, block
+        self._last: int | None = None
+        self.accepted: list[int] = []
+
+    def allowed(self, last: int | None) -> list[int]:
+        if last is not None and last % self._block != self._block - 1:
+            return [(last + 1) % self._vocab]
+        return list(range(0, self._vocab, 2))
+
+    def mask(self, last: int | None) -> Ints:
+        return packed(self.allowed(last), self._vocab)
+
+    def masks(self, draft_ids: list[int]) -> Ints:
+        return np.stack([self.mask(last) for last in (self._last, *draft_ids)])
+
+    def accept(self, tokens: list[int]) -> None:
+        for token in tokens:
+            assert token in self.allowed(self._last), "a token that the mask forbade"
+            self._last = token
+        self.accepted += tokens
+
+    def forced(self) -> list[int]:
+        run: list[int] = []
+        while len(choices := self.allowed(run[-1] if run else self._last)) == 1 and len(run) < 40:
+            run += choices
+        return run
+
+    def reference(self, output: list[int]) -> Ints:
+        return self.mask(output[-1] if output else None)
+
+
+def packed(tokens: Iterable[int], vocab: int) -> Ints:
     words = np.zeros((vocab + 31) // 32, np.uint32)
-    for token in range((last + 1) % 3, vocab, 3):
+    for token in tokens:
         words[token // 32] |= np.uint32(1 << token % 32)
     return words.view(np.int32)
+
+
+def mod_three_mask(vocab: int, last: int) -> Ints:
+    return packed(range((last + 1) % 3, vocab, 3), vocab)
 
 
 def mod_three_reference(vocab: int) -> Callable[[list[int]], Ints]:
@@ -94,6 +138,7 @@ class Stream:
     num_steps: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_forced: int = 0
     logprob_ids: list[int] = field(default_factory=list)
     prompt_logprob_ids: list[int] = field(default_factory=list)
     reason: str = ""
@@ -120,14 +165,14 @@ class Front:
             self.streams[uid].num_cached.append(num_cached)
         for uid in message.events.preempted:
             self.streams[uid].num_preemptions += 1
-        for row in range(len(message.uid_B)):
-            if message.uid_B[row] >= 0:
+        for row in range(len(message.result.uid_B)):
+            if message.result.uid_B[row] >= 0:
                 self._receive_row(message, row)
-        for entry in message.logprobs:
-            stream = self.streams[int(message.uid_B[entry.row])]
+        for entry in message.result.logprobs:
+            stream = self.streams[int(message.result.uid_B[entry.row])]
             stream.logprob_ids += entry.ids[:, 0].tolist()
-        for entry in message.prompt_logprobs:
-            stream = self.streams[int(message.uid_B[entry.row])]
+        for entry in message.result.prompt_logprobs:
+            stream = self.streams[int(message.result.uid_B[entry.row])]
             stream.prompt_logprob_ids += entry.ids[:, 0].tolist()
         for ended in message.events.ended:
             stream = self.streams[ended.uid]
@@ -138,19 +183,22 @@ class Front:
             stream.reason = ended.reason
 
     def _receive_row(self, message: StepMessage, row: int) -> None:
-        stream = self.streams[int(message.uid_B[row])]
-        count = int(message.count_B[row])
-        tokens = message.token_BW[row].tolist()
-        assert not stream.done, f"output after the end of request {message.uid_B[row]}"
+        stream = self.streams[int(message.result.uid_B[row])]
+        count = int(message.result.count_B[row])
+        tokens = message.result.token_BW[row].tolist()
+        assert not stream.done, f"output after the end of request {message.result.uid_B[row]}"
         assert -1 not in tokens[:count]
         assert tokens[count:] == [-1] * (len(tokens) - count)
-        assert 0 <= message.num_accepted_B[row] <= message.num_drafts_B[row]
-        assert message.num_accepted_B[row] <= count
+        assert 0 <= message.result.num_accepted_B[row] <= message.result.num_drafts_B[row]
+        assert message.result.num_accepted_B[row] <= count
         stream.tokens += tokens[:count]
-        stream.done = Done(int(message.done_B[row]))
+        stream.done = Done(int(message.result.done_B[row]))
         stream.num_steps += 1
-        stream.num_drafts += int(message.num_drafts_B[row])
-        stream.num_accepted += int(message.num_accepted_B[row])
+        stream.num_drafts += int(message.result.num_drafts_B[row])
+        stream.num_accepted += int(message.result.num_accepted_B[row])
+        assert message.result.num_forced_B is not None
+        assert message.result.num_forced_B[row] <= message.result.num_accepted_B[row]
+        stream.num_forced += int(message.result.num_forced_B[row])
 
 
 class Harness:
@@ -164,15 +212,18 @@ class Harness:
         runner: FakeRunner | None = None,
         delay: Callable[[str], None] | None = None,
         seed: int = 0,
+        filler: MaskFiller | None = None,
         **keywords: Any,
     ) -> None:
         self.info = info
         self.runner = runner or FakeRunner(info, seed=seed)
         self.front = Front()
         self.config = engine_config(info, depth=depth, **keywords)
-        self.engine = Engine(self.runner, self.config, self.front.receive, delay=delay)
+        self.engine = Engine(
+            self.runner, self.config, self.front.receive, filler=filler, delay=delay
+        )
         self.requests: dict[int, EngineRequest] = {}
-        self.constrained: set[int] = set()
+        self.constrained: dict[int, Callable[[list[int]], Ints]] = {}  # masks by uid
         self.max_in_flight = 0
         self._last_checked: StepPlan | None = None
         # Another one is somewhere in the middle of things when we look.
@@ -180,7 +231,7 @@ class Harness:
 
     @property
     def num_in_flight(self) -> int:
-        return int(self.engine.stats()["num_in_flight"])
+        return len(self.engine.scheduler.table.in_flight)
 
     @property
     def num_preemptions(self) -> int:
@@ -190,7 +241,10 @@ class Harness:
         self.engine.add(req, constraint=constraint)
         self.requests[req.uid] = req
         if constraint is not None:
-            self.constrained.add(req.uid)
+            masks = mod_three_reference(self.info.vocab_size)
+            if isinstance(constraint, Runs):
+                masks = Runs.reference.__get__(constraint)
+            self.constrained[req.uid] = masks
         stream = self.front.streams[req.uid] = Stream()
         return stream
 
@@ -237,7 +291,7 @@ class Harness:
         raise AssertionError(f"not idle after {max_turns} turns")
 
     def check_idle(self) -> None:
-        """Nothing leaked: every slot is free, no page has an owner, everybody was answered."""
+        """Nothing leaked: every slot is free, no page has an owner, every request was answered."""
         scheduler = self.engine.scheduler
         assert scheduler.num_unfinished == scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.kv_usage == 0.0
@@ -245,7 +299,7 @@ class Harness:
 
     def reference(self, uid: int) -> tuple[list[int], Done]:
         vocab = self.info.vocab_size
-        masks = mod_three_reference(vocab) if uid in self.constrained else None
+        masks = self.constrained.get(uid)
         return reference_output(self.requests[uid], vocab, self.engine.scheduler.max_len, masks)
 
     def check_outputs(self) -> None:

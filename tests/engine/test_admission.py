@@ -9,9 +9,10 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.admission import Admission
+from paceline.engine.checks import RequestChecks
 from paceline.engine.front import Front
 from paceline.errors import InvalidRequest, PromptTooLong
-from paceline.request import SamplingParams
+from paceline.request import EngineRequest, SamplingParams
 from paceline.step import RunnerInfo
 from tests.engine.echo_client import EOS, byte_tokenizer
 
@@ -115,17 +116,17 @@ def test_the_tables_of_a_request_are_looked_at_once_for_all_its_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thousand prompts with 40,000 allowed tokens held a server for 49 seconds."""
-    looked: list[SamplingParams] = []
-    own, look = admission(), Admission._check_token_tables
+    looked: list[object] = []
+    own, look = admission(), RequestChecks.check_params
 
-    def counted(self: Admission, params: SamplingParams) -> None:
-        looked.append(params)
-        look(self, params)
+    def counted(self: RequestChecks, request: EngineRequest) -> None:
+        looked.append(request.params.allowed_token_ids)
+        look(self, request)
 
-    monkeypatch.setattr(Admission, "_check_token_tables", counted)
+    monkeypatch.setattr(RequestChecks, "check_params", counted)
     first, second = SamplingParams(allowed_token_ids=[5]), SamplingParams(allowed_token_ids=[6])
     checked = [own.check([i], params) for params in (first, second) for i in range(1, 4)]
-    assert looked == [first, second]
+    assert looked == [(5,), (6,)]
     assert [c.params.allowed_token_ids for c in checked] == [(5,)] * 3 + [(6,)] * 3
     assert [c.prompt_token_ids for c in checked] == [[1], [2], [3]] * 2
 
@@ -154,6 +155,70 @@ def test_more_drafts_than_the_engine_has_are_refused() -> None:
     admission(without).check([1], SamplingParams(num_speculative_tokens=0))
 
 
+@pytest.mark.parametrize(
+    ("speculative", "more", "k"),
+    [
+        ({}, {}, None),
+        ({"method": "ngram"}, {}, None),
+        ({"method": "ngram_gpu", "num_speculative_tokens": 2}, {}, 2),
+        ({"num_speculative_tokens": 0}, {}, 0),
+        ({"method": "none"}, {}, 0),
+        ({"method": "none", "num_speculative_tokens": 0}, {"num_speculative_tokens": 0}, 0),
+        ({"num_speculative_tokens": 2}, {"num_speculative_tokens": 2}, 2),
+    ],
+)
+def test_a_request_says_in_two_ways_how_many_drafts_it_wants(
+    speculative: dict[str, Any], more: dict[str, Any], k: int | None
+) -> None:
+    params = SamplingParams(speculative=speculative, **more)
+    assert params.num_speculative_tokens == k
+    info = RunnerInfo(100, 16, 4, 64, 300, 3, 0, draft_methods=("ngram",))
+    admission(info).check([1], params)
+    assert params.replace(temperature=0.5).num_speculative_tokens == k
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"speculative": {"num_speculative_tokens": 1}, "num_speculative_tokens": 2},
+            "asks for 1 drafts with method None, and num_speculative_tokens is 2; send one",
+        ),
+        ({"speculative": {"method": "none", "num_speculative_tokens": 1}}, "method 'none'"),
+        ({"speculative": {"method": 5}}, "speculative.method must be a string, got 5"),
+        ({"speculative": 3}, "speculative must be an object, got 3"),
+        (
+            {"speculative": {"synthetic_acceptance_rates": [0.5, 0.6]}},
+            "synthetic_acceptance_rates must be a list of numbers .* none above the one before",
+        ),
+        (
+            {"speculative": {"synthetic_acceptance_rates": "high"}},
+            "synthetic_acceptance_rates must be a list of numbers",
+        ),
+        ({"speculative": {"k": 3}}, "Unknown field 'k' of speculative; it has method, num_spec"),
+        ({"speculative": {"num_speculative_tokens": "2"}}, "num_speculative_tokens must be a num"),
+    ],
+)
+def test_contradictions_about_drafts_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("rejection", ["standard", "synthetic"])
+def test_own_synthetic_rates_need_a_server_with_synthetic_acceptance(rejection: str) -> None:
+    spec: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+    if rejection == "synthetic":
+        spec |= {"rejection_sample_method": rejection, "synthetic_acceptance_length": 2.0}
+    info = RunnerInfo(100, 16, 4, 64, 300, 3, 0, draft_methods=("ngram",))
+    check = admission(info, speculative_config=spec).check
+    params = SamplingParams(speculative={"synthetic_acceptance_rates": [0.9, 0.5, 0.5]})
+    if rejection == "synthetic":
+        assert check([1], params).params.synthetic_acceptance_rates == [0.9, 0.5, 0.5]
+        params = SamplingParams(speculative={"synthetic_acceptance_rates": [0.9, 0.5]})
+    with pytest.raises(InvalidRequest, match=r"needs a server with .*synthetic.* its 3 drafts"):
+        check([1], params)
+
+
 def test_a_custom_processor_is_found_by_its_class_and_refused_when_unknown() -> None:
     loaded = ["my.rules:NoDigits", "my.rules:Upper", "other:Upper"]
     check = admission(logits_processors=loaded).check
@@ -167,6 +232,22 @@ def test_a_custom_processor_is_found_by_its_class_and_refused_when_unknown() -> 
 
 def test_extra_args_that_cannot_cross_to_the_engine_are_refused() -> None:
     assert refusal([1], SamplingParams(extra_args={"a": object()})).param == "extra_args"
+
+
+def test_end_of_sequence_ids_outside_the_vocabulary_are_left_out() -> None:
+    """Such an id is never sampled; in the engine it made min_tokens fail."""
+    front = Front(tokenizer=TOKENIZER, eos_token_ids=(300, EOS, -1))
+    own = Admission(EngineConfig.from_keywords(), INFO, front)
+    assert own.check([1], SamplingParams(min_tokens=1)).eos_token_ids == (EOS,)
+
+
+def test_more_stop_ids_than_a_slot_keeps_are_refused_with_those_of_the_model() -> None:
+    front = Front(tokenizer=TOKENIZER, eos_token_ids=tuple(range(20)))
+    own = Admission(EngineConfig.from_keywords(), INFO, front)
+    own.check([1], SamplingParams(stop_token_ids=range(20)))
+    with pytest.raises(InvalidRequest, match="33 entries; at most 32") as caught:
+        own.check([1], SamplingParams(stop_token_ids=range(21)))
+    assert caught.value.param == "stop_token_ids"
 
 
 def test_ignore_eos_takes_the_stop_ids_of_the_model_away() -> None:
@@ -225,7 +306,7 @@ def test_words_need_a_tokenizer() -> None:
 
 def seeds(own: Admission, params: SamplingParams, first_uid: int) -> list[int | None]:
     checked = own.check([1], params)
-    requests = own.requests(checked, first_uid, priority=0, arrival_s=0.0)
+    requests = own.split(checked, first_uid, priority=0, arrival_s=0.0)
     assert [r.uid for r in requests] == list(range(first_uid, first_uid + params.n))
     return [r.params.seed for r in requests]
 
@@ -249,6 +330,6 @@ def test_a_request_without_a_seed_gets_one_that_a_second_run_repeats() -> None:
 def test_only_one_of_n_sequences_computes_the_prompt_logprobs() -> None:
     own = admission()
     checked = own.check([1], SamplingParams(n=3, prompt_logprobs=2))
-    requests = own.requests(checked, 1, priority=5, arrival_s=1.5)
+    requests = own.split(checked, 1, priority=5, arrival_s=1.5)
     assert [r.params.prompt_logprobs for r in requests] == [2, None, None]
     assert {(r.params.n, r.priority, r.arrival_s) for r in requests} == {(1, 5, 1.5)}

@@ -7,19 +7,25 @@ import logging
 import termios
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.admission import Admission
-from paceline.engine.assembly import Delta
 from paceline.engine.client import EngineClient
-from paceline.engine.messages import Events, Gauges, encode_step, without_rows
+from paceline.engine.messages import Events, Gauges, encode_step
+from paceline.engine.outputs import Delta
 from paceline.engine.transport import Channels
-from paceline.errors import EngineDead, InvalidRequest, PromptTooLong
-from paceline.request import Done, SamplingParams
+from paceline.errors import (
+    EngineDead,
+    InvalidRequest,
+    PromptTooLong,
+)
+from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.scheduler.events import Ended
+from paceline.step import StepResult
 from tests.engine.echo_client import (
     EOS,
     FACTORY,
@@ -159,7 +165,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_as_well() -> None:
         run(client, "one two ", max_tokens=500, stop=["two"])
         while client.stats.num_running:
             client.pump(1.0)
-        # ten seconds' worth of steps if nobody had told the engine
+        # ten seconds' worth of steps if the engine had not been told
         assert client.stats.num_steps < 100
         assert client.stats.finished == {"stop": 1}
 
@@ -208,6 +214,15 @@ def test_metrics_tell_times_steps_and_drafts(drafting: EngineClient) -> None:
     assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (6, 6)
 
 
+def test_the_drafts_of_each_step_are_collected_on_request(drafting: EngineClient) -> None:
+    stream = submit(drafting, "one", "abcdefgh", max_tokens=9)
+    assert stream.generation is not None
+    metrics = stream.generation.metrics
+    metrics.spec_steps = []
+    pump_until_finished(drafting, stream)
+    assert metrics.spec_steps == [(3, 3), (3, 3)]
+
+
 def test_a_prefix_hit_is_counted(client: EngineClient) -> None:
     prompt = "a long prefix that fills a page, and more of it"
     run(client, prompt, max_tokens=2)
@@ -251,9 +266,9 @@ def test_an_aborted_request_keeps_its_places_until_the_engine_has_let_go() -> No
         while not stream.deltas:
             client.pump(1.0)
         client.abort("gone")
-        assert (client.num_open, client.num_leaving, client._router.num_held) == (0, 3, 3)
+        assert (client.num_open, client.num_leaving, client.requests.router.num_held) == (0, 3, 3)
         pump_until_let_go(client)
-        assert client._router.num_held == 0
+        assert client.requests.router.num_held == 0
 
 
 def test_the_engine_lets_go_also_of_a_request_that_it_has_finished() -> None:
@@ -268,7 +283,7 @@ def test_the_engine_lets_go_also_of_a_request_that_it_has_finished() -> None:
 def test_a_stop_string_takes_no_place_after_its_request_has_finished() -> None:
     with echo_client("delay_s=0.02") as client:
         run(client, "one two ", max_tokens=500, stop=["two"])
-        assert (client.num_leaving, client._router.num_held) == (0, 0)
+        assert (client.num_leaving, client.requests.router.num_held) == (0, 0)
 
 
 def pump_until_let_go(client: EngineClient) -> None:
@@ -291,28 +306,11 @@ def test_a_message_about_an_unknown_request_is_ignored(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events([(10**9, 4)], [10**9], [Ended(10**9, Done.ABORT)])
-    stranger = encode_step(without_rows(events, Gauges()))
+    stranger = encode_step(StepResult.without_rows(1), events, Gauges())
     with monkeypatch.context() as patch:
         patch.setattr(Channels, "receive", lambda self, timeout_s: [(0, stranger)])
         assert client.pump(0.0) == 0
     assert run(client, "ab", max_tokens=2).text() == "ab"
-
-
-def test_a_sink_that_raises_loses_its_own_request_only(
-    client: EngineClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(deltas: list[Delta]) -> None:
-        raise ValueError("no such file")
-
-    ids = client.tokenizer.encode("abc")
-    params = SamplingParams(max_tokens=50)
-    with caplog.at_level(logging.ERROR, "paceline"):
-        generation = client.submit("broken", ids, params, on_deltas=broken)
-        healthy = submit(client, "healthy", "abc", max_tokens=6)
-        pump_until_finished(client, healthy)
-    assert healthy.text() == "abcabc"
-    assert generation.finished
-    assert "no such file" in caplog.text
 
 
 def test_a_sink_may_abort_and_submit() -> None:
@@ -363,7 +361,7 @@ def test_a_slow_sink_does_not_stall_the_engine() -> None:
 
 
 def wait_until_nothing_more_arrives(client: EngineClient) -> None:
-    fd, waiting = client._cluster._ranks[0].channel.fileno(), array("i", [0])
+    fd, waiting = client._supervisor._groups[0].cluster._ranks[0].channel.fileno(), array("i", [0])
     seen = [-1]
     while len(seen) < 10 or len(set(seen[-10:])) > 1:
         time.sleep(0.1)
@@ -390,13 +388,19 @@ def test_a_request_that_the_engine_refuses_is_told_why(monkeypatch: pytest.Monke
             client.check([1] * 46, params)
         assert len(run(client, "x" * 45, max_tokens=2).token_ids()) == 1
         # The engine has the same limit and the last word.
-        monkeypatch.setattr(Admission, "_check_prompt", lambda self, ids: list(ids))
+        template = client.check([1], params)
+
+        def unchecked(self: Admission, ids: Sequence[int], params: SamplingParams) -> EngineRequest:
+            return replace(template, prompt_token_ids=ids)
+
+        monkeypatch.setattr(Admission, "check", unchecked)
         stream = submit(client, "big", "x" * 46, max_tokens=2)
         pump_until_finished(client, stream)
         assert stream.last().finish_reason == "error"
         assert stream.generation is not None
         assert isinstance(stream.generation.error, PromptTooLong)
         assert "46 tokens" in str(stream.generation.error)
+        monkeypatch.undo()
         assert run(client, "x" * 20, max_tokens=2).text() == "xx"
 
 

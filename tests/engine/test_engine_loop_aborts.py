@@ -49,7 +49,7 @@ def test_rows_in_flight_of_an_aborted_request_are_counted_as_wasted(depth: int) 
     harness.engine.abort(1)
     harness.run()
     assert harness.front.num_wasted_rows == depth
-    assert harness.engine.stats()["num_wasted_rows"] == depth
+    assert harness.engine.scheduler.num_wasted_rows == depth
 
 
 def test_a_step_whose_requests_were_all_aborted_is_not_computed() -> None:

@@ -9,12 +9,9 @@ import pytest
 
 from paceline.engine.engine import MOST_MESSAGES_PER_TURN, Engine, run_engine
 from paceline.engine.messages import (
-    Drain,
-    Message,
-    ResetPrefixCache,
+    Control,
+    EngineMessage,
     StepMessage,
-    Stop,
-    Stopped,
     decode,
     encode,
     encode_abort,
@@ -30,23 +27,24 @@ def prompt(length: int, first: int = 1) -> list[int]:
     return [(first + i) % 60 for i in range(length)]
 
 
-def served(*inbound: bytes) -> list[Message]:
+def served(*inbound: bytes) -> list[EngineMessage]:
     """What run_engine publishes for an inbox that was full from the start."""
     info = runner_info()
     inbox: SimpleQueue[bytes | None] = SimpleQueue()
     for data in inbound:
         inbox.put(data)
-    out: list[Message] = []
+    out: list[EngineMessage] = []
     engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.append(decode(data)))
     run_engine(engine, inbox)
     return out
 
 
-def ends(messages: list[Message]) -> dict[int, Done]:
+def ends(messages: list[EngineMessage]) -> dict[int, Done]:
     found = {}
     for message in messages:
         if isinstance(message, StepMessage):
-            for uid, done in zip(message.uid_B.tolist(), message.done_B.tolist(), strict=True):
+            result = message.result
+            for uid, done in zip(result.uid_B.tolist(), result.done_B.tolist(), strict=True):
                 if done:
                     found[uid] = Done(done)
             found |= {ended.uid: Done(ended.done) for ended in message.events.ended}
@@ -55,19 +53,21 @@ def ends(messages: list[Message]) -> dict[int, Done]:
 
 def test_drain_finishes_what_was_submitted_and_then_stops() -> None:
     messages = served(
-        encode_submit(request(1, prompt(5))), encode_submit(request(2, prompt(6))), encode(Drain())
+        encode_submit(request(1, prompt(5))),
+        encode_submit(request(2, prompt(6))),
+        encode(Control.DRAIN),
     )
     assert ends(messages) == {1: Done.LENGTH, 2: Done.LENGTH}
-    assert messages[-1] == Stopped()
+    assert messages[-1] == Control.STOPPED
 
 
 def test_stop_drops_what_runs() -> None:
-    messages = served(encode_submit(request(1, prompt(5))), encode(Stop()))
-    assert messages == [Stopped()]
+    messages = served(encode_submit(request(1, prompt(5))), encode(Control.STOP))
+    assert messages == [Control.STOPPED]
 
 
 def test_a_request_that_cannot_run_is_answered_with_the_reason() -> None:
-    messages = served(encode_submit(request(1, prompt(500))), encode(Drain()))
+    messages = served(encode_submit(request(1, prompt(500))), encode(Control.DRAIN))
     ended = [e for m in messages if isinstance(m, StepMessage) for e in m.events.ended]
     assert [(e.uid, e.done, e.error) for e in ended] == [(1, Done.ERROR, "PromptTooLong")]
     assert "500 tokens" in ended[0].reason
@@ -78,8 +78,8 @@ def test_aborts_and_resets_arrive_through_the_inbox() -> None:
         encode_submit(request(1, prompt(5))),
         encode_submit(request(2, prompt(5))),
         encode_abort([2]),
-        encode(ResetPrefixCache()),
-        encode(Drain()),
+        encode(Control.RESET_PREFIX_CACHE),
+        encode(Control.DRAIN),
     )
     assert ends(messages) == {1: Done.LENGTH, 2: Done.ABORT}
 
@@ -89,7 +89,7 @@ def test_submits_that_are_aborted_unread_cost_neither_a_decode_nor_a_step(
 ) -> None:
     num_decoded = 0
 
-    def counted(data: bytes) -> Message:
+    def counted(data: bytes) -> EngineMessage:
         nonlocal num_decoded
         num_decoded += 1
         return decode(data)
@@ -99,7 +99,7 @@ def test_submits_that_are_aborted_unread_cost_neither_a_decode_nor_a_step(
     messages = served(
         *(encode_submit(request(uid, prompt(5))) for uid in uids),
         *(encode_abort([uid]) for uid in uids),
-        encode(Drain()),
+        encode(Control.DRAIN),
     )
     assert ends(messages) == dict.fromkeys(uids, Done.ABORT)  # each has its answer
     assert num_decoded == 2  # all aborts, and Drain
@@ -117,7 +117,7 @@ def test_an_abort_does_not_wait_behind_submits_of_others() -> None:
 
     def come(stage: str) -> None:
         if stage == "wait" and runner.num_steps == 1:
-            for data in [*later, encode_abort([1]), encode(Stop())]:
+            for data in [*later, encode_abort([1]), encode(Control.STOP)]:
                 inbox.put(data)
 
     engine._delay = come
@@ -129,7 +129,7 @@ def test_an_abort_does_not_wait_behind_submits_of_others() -> None:
 def test_an_idle_engine_waits_for_its_inbox_and_stops_when_the_front_is_gone() -> None:
     info = runner_info()
     inbox: SimpleQueue[bytes | None] = SimpleQueue()
-    out: SimpleQueue[Message] = SimpleQueue()
+    out: SimpleQueue[EngineMessage] = SimpleQueue()
     engine = Engine(FakeRunner(info), engine_config(info), lambda data: out.put(decode(data)))
     thread = threading.Thread(target=run_engine, args=(engine, inbox))
     thread.start()

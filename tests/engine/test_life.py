@@ -58,7 +58,7 @@ def test_memory_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         Beats(shared_file("beats", ends), 2)
 
 
-def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_without_a_check_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     still = Stillness(tick_s=1.0)
@@ -73,7 +73,7 @@ def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(beats: Beats) -> None:
     ranks = [Rank(10), Rank(11), Rank(12, is_running=False)]  # the last one has ended by itself
-    watch = RankWatch(beats, ranks, TIMEOUT_S)
+    watch = RankWatch(beats, dict(enumerate(ranks)), TIMEOUT_S)
     watch.start()
     give_up_s = time.monotonic() + PATIENCE_S
     while watch.is_alive() and time.monotonic() < give_up_s:
@@ -81,21 +81,21 @@ def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(beats:
         time.sleep(0.01)
     assert [rank.was_killed for rank in ranks] == [False, True, False]
     assert set(watch.verdicts) == {1}
-    assert watch.verdicts[1].startswith("the engine process (pid 11) has shown no sign of life for")
+    assert watch.verdicts[1].startswith("the engine process (pid 11) has sent no heartbeat for")
 
 
 def test_ranks_that_freeze_together_are_named_together(beats: Beats) -> None:
     ranks = [Rank(10), Rank(11), Rank(12)]
-    watch = RankWatch(beats, ranks, TIMEOUT_S)
+    watch = RankWatch(beats, dict(enumerate(ranks)), TIMEOUT_S)
     watch.start()
     watch.join(PATIENCE_S)
     assert all(rank.was_killed for rank in ranks)
     assert watch.verdicts[1].endswith(", nor has rank 0, nor has rank 2")
 
 
-def test_a_watch_that_was_ended_kills_nobody(beats: Beats) -> None:
+def test_a_watch_that_was_ended_kills_no_process(beats: Beats) -> None:
     ranks = [Rank(10), Rank(11), Rank(12)]
-    watch = RankWatch(beats, ranks, TIMEOUT_S)
+    watch = RankWatch(beats, dict(enumerate(ranks)), TIMEOUT_S)
     watch.start()
     watch.end()
     watch.join(PATIENCE_S)
@@ -137,7 +137,7 @@ class Loop:
 def test_a_loop_that_waits_in_vain_is_stuck_though_it_asks_the_device_all_the_time() -> None:
     reason = Loop("wait", computes=True).verdict(PATIENCE_S)
     assert reason is not None
-    assert "step 7 has not come back for" in reason
+    assert "step 7 has not returned for" in reason
     assert "(stage 'wait', --stall-timeout 0.2)" in reason
 
 

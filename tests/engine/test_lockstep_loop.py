@@ -17,16 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.engine.engine import Engine, run_engine
-from paceline.engine.messages import (
-    Drain,
-    StepMessage,
-    Stop,
-    Stopped,
-    Wake,
-    decode,
-    encode,
-    encode_submit,
-)
+from paceline.engine.messages import Control, StepMessage, Wake, decode, encode, encode_submit
 from paceline.step import StepAgreement, StepProposal, StepSize
 from tests.engine.harness import engine_config, request
 from tests.fake_model import reference_output
@@ -37,7 +28,7 @@ K = 3
 
 
 class Table:
-    """Where the replicas of one test meet: an agreement is a barrier that everybody fills."""
+    """Where the replicas of one test meet: an agreement is a barrier for all of them."""
 
     def __init__(self, size: int) -> None:
         self.proposals: list[StepProposal] = [StepProposal()] * size
@@ -85,19 +76,25 @@ class Replica:
 
     def take(self, data: bytes) -> None:
         message = decode(data)
-        if isinstance(message, Stopped):
+        if message is Control.STOPPED:
             self.has_stopped = True
         if isinstance(message, StepMessage):
-            for row, uid in enumerate(message.uid_B.tolist()):
-                count = int(message.count_B[row])
-                self.tokens.setdefault(uid, []).extend(message.token_BW[row, :count].tolist())
-                if message.done_B[row]:
+            result = message.result
+            for row, uid in enumerate(result.uid_B.tolist()):
+                count = int(result.count_B[row])
+                self.tokens.setdefault(uid, []).extend(result.token_BW[row, :count].tolist())
+                if result.done_B[row]:
                     self.done.add(uid)
 
 
 @contextmanager
 def replicas(
-    size: int, depth: int = 1, delay: Callable[[str], None] | None = None, **options: Any
+    size: int,
+    depth: int = 1,
+    delay: Callable[[str], None] | None = None,
+    *,
+    is_auto: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[Table, list[Replica]]]:
     table = Table(size)
     made: list[Replica] = []
@@ -106,7 +103,8 @@ def replicas(
         runner = FakeRunner(info, seed=place, delay=lambda: None, **options)
         runner.lockstep = TableLockstep(table, place)
         replica = Replica(runner, None)  # type: ignore[arg-type]
-        replica.engine = Engine(runner, engine_config(info, depth=depth), replica.take, delay=delay)
+        config = engine_config(info, depth=depth, is_auto=is_auto)
+        replica.engine = Engine(runner, config, replica.take, delay=delay)
         made.append(replica)
 
     def run(place: int) -> None:
@@ -127,7 +125,7 @@ def replicas(
     yield table, made
     for replica in made:
         if not replica.has_stopped:
-            replica.inbox.put(encode(Stop()))
+            replica.inbox.put(encode(Control.STOP))
     # Who waits in an agreement is not awake for a Stop; the process would end there.
     for thread in threads:
         thread.join(0.2)
@@ -148,7 +146,7 @@ def await_done(made: list[Replica], wanted: dict[int, list[int]]) -> None:
 
 
 def await_rest(table: Table) -> None:
-    """Steps that were launched ahead go on after the last request; then everybody sleeps."""
+    """Steps that were launched ahead go on after the last request; then all sleep."""
     give_up_s = time.monotonic() + PATIENCE_S
     while any(w.is_unfinished or w.has_plan for w in table.agreements[-1]):
         assert time.monotonic() < give_up_s, "replicas never rest"
@@ -187,6 +185,31 @@ def test_shapes_are_agreed_and_each_rank_keeps_its_own_k() -> None:
         assert ours.k == theirs.k
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_auto_has_one_k_on_all_replicas_and_no_exchange_of_its_own(depth: int) -> None:
+    """One replica's drafts are always right, the other's never: each alone wants another k."""
+    wanted = {0: [1, 3], 1: [2]}
+    prompts = {1: [5, 6, 7], 3: [9], 2: [8, 2]}
+    with replicas(2, depth, is_auto=True, no_draft=0.0) as (table, made):
+        made[0].runner.acceptance, made[1].runner.acceptance = 1.0, 0.0
+        for place, uids in wanted.items():
+            for uid in uids:
+                submit(made[place], uid, prompts[uid], max_tokens=56)
+        await_done(made, wanted)
+        await_rest(table)
+        assert table.agreements
+        num_steps = sum(any(w.has_plan for w in row) for row in table.agreements)
+        assert [x.runner.num_steps for x in made] == [num_steps] * 2
+    for place, uids in wanted.items():
+        for uid in uids:
+            assert made[place].tokens[uid] == expected(uid, prompts[uid], 56)
+    plans = [x.runner.plans for x in made]
+    assert [p.k for p in plans[0]] == [p.k for p in plans[1]]
+    own = [[int(p.k_B.max(initial=0)) for p in of] for of in plans]
+    assert max(own[0]) == K
+    assert own[0] != own[1]
+
+
 def test_replicas_sleep_when_all_are_idle_and_wake_for_whoever_gets_work() -> None:
     with replicas(3) as (table, made):
         for uid, place in enumerate((0, 2, 1, 1, 0), start=1):
@@ -202,14 +225,14 @@ def test_replicas_sleep_when_all_are_idle_and_wake_for_whoever_gets_work() -> No
 def test_replicas_at_rest_show_each_other_now_and_then_that_they_are_there() -> None:
     with replicas(3) as (table, made):
         for replica in made:
-            replica.engine.pulse_s = 0.02
+            replica.engine.state.heartbeat_s = 0.02
         submit(made[0], 1, [1], max_tokens=3)
         await_done(made, {0: [1]})
         await_rest(table)
         wanted = len(table.agreements) + 4
         give_up_s = time.monotonic() + PATIENCE_S
         while len(table.agreements) < wanted:
-            assert time.monotonic() < give_up_s, "nobody would miss a frozen one"
+            assert time.monotonic() < give_up_s, "no replica noticed a frozen one"
             time.sleep(0.002)
         submit(made[2], 2, [3, 4], max_tokens=9)
         await_done(made, {2: [2]})
@@ -233,7 +256,7 @@ def test_drained_replicas_end_at_the_same_agreement() -> None:
     with replicas(3) as (table, made):
         submit(made[2], 1, [3, 4], max_tokens=16)
         for replica in made:
-            replica.inbox.put(encode(Drain()))
+            replica.inbox.put(encode(Control.DRAIN))
         await_done(made, {2: [1]})
         give_up_s = time.monotonic() + PATIENCE_S
         while not all(x.has_stopped for x in made):

@@ -7,16 +7,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from paceline.engine.mailbox import Inbox, Mailbox
-from paceline.engine.messages import (
-    Abort,
-    Drain,
-    ResetPrefixCache,
-    Stop,
-    decode,
-    encode,
-    encode_abort,
-    encode_submit,
-)
+from paceline.engine.messages import Abort, Control, decode, encode, encode_abort, encode_submit
 from tests.engine.harness import request
 
 
@@ -39,13 +30,19 @@ def filled(*frames: bytes) -> Mailbox:
 
 
 def test_frames_are_taken_in_the_order_they_came() -> None:
-    frames = [submit(1), encode(ResetPrefixCache()), submit(2), encode(Drain()), b'{"config": 1}']
+    frames = [
+        submit(1),
+        encode(Control.RESET_PREFIX_CACHE),
+        submit(2),
+        encode(Control.DRAIN),
+        b'{"config": 1}',
+    ]
     assert taken(filled(*frames)) == frames
 
 
 def test_all_aborts_come_first_and_as_one() -> None:
-    mailbox = filled(submit(5), encode_abort([1]), encode(Drain()), encode_abort([2, 3]))
-    assert taken(mailbox) == [encode_abort([1, 2, 3]), submit(5), encode(Drain())]
+    mailbox = filled(submit(5), encode_abort([1]), encode(Control.DRAIN), encode_abort([2, 3]))
+    assert taken(mailbox) == [encode_abort([1, 2, 3]), submit(5), encode(Control.DRAIN)]
 
 
 def test_a_submit_that_is_aborted_is_dropped_and_its_abort_goes_on() -> None:
@@ -54,7 +51,7 @@ def test_a_submit_that_is_aborted_is_dropped_and_its_abort_goes_on() -> None:
 
 
 def test_bytes_are_counted_until_they_are_taken_or_dropped() -> None:
-    mailbox = filled(submit(1), submit(2, 1000), encode(Drain()))
+    mailbox = filled(submit(1), submit(2, 1000), encode(Control.DRAIN))
     assert mailbox.num_bytes == len(submit(1)) + len(submit(2, 1000)) + 1
     mailbox.put(encode_abort([2, 7]))
     assert mailbox.num_bytes == len(submit(1)) + 1
@@ -87,4 +84,4 @@ def test_aborts_can_be_read_without_the_rest() -> None:
 
 
 def test_a_front_that_is_gone_reads_as_a_stop() -> None:
-    assert decode(inbox_of(None).get()) == Stop()
+    assert decode(inbox_of(None).get()) == Control.STOP

@@ -11,21 +11,15 @@ from hypothesis import strategies as st
 
 from paceline.engine.messages import (
     Abort,
+    Control,
     Died,
-    Drain,
     Ended,
     Events,
     Gauges,
-    Progress,
     Ready,
-    ResetPrefixCache,
-    StartTrace,
+    StartupProgress,
     StepMessage,
     StepTimes,
-    Stop,
-    Stopped,
-    Submit,
-    TakeTrace,
     Traced,
     decode,
     decode_submit,
@@ -33,18 +27,18 @@ from paceline.engine.messages import (
     encode_abort,
     encode_step,
     encode_submit,
-    without_rows,
 )
 from paceline.request import Done, EngineRequest, SamplingParams
-from paceline.step import RunnerInfo, TokenLogprobs
+from paceline.scheduler.snapshots import SnapshotStats
+from paceline.step import NO_REQUEST, RunnerInfo, StepResult, TokenLogprobs
 
 INFO = RunnerInfo(10, 16, 4, 128, 500, 3, 3, model_name="tiny", startup_s={"weights": 2.5})
 
 
 def submitted(request: EngineRequest) -> EngineRequest:
     message = decode(encode_submit(request))
-    assert isinstance(message, Submit)
-    return message.request
+    assert isinstance(message, EngineRequest)
+    return message
 
 
 def test_a_request_crosses_with_every_field() -> None:
@@ -108,21 +102,22 @@ def test_any_prompt_crosses(prompt: list[int], uid: int) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Drain(),
-        Stop(),
-        ResetPrefixCache(),
-        StartTrace(),
-        TakeTrace(),
+        Control.DRAIN,
+        Control.STOP,
+        Control.RESET_PREFIX_CACHE,
+        Control.START_TRACE,
+        Control.READ_TRACE,
+        Control.TAKE_TRACE,
         Traced(b"\x00\x7b\xff"),
-        Stopped(),
+        Control.STOPPED,
         Died("no memory: 3 GiB"),
-        Progress("weights", 0.5),
-        Ready(INFO, {"eos": [1, 2]}),
+        StartupProgress("weights", 0.5),
+        Ready(INFO),
     ],
     ids=lambda m: type(m).__name__,
 )
 def test_rare_messages_cross(
-    message: Drain | Stop | ResetPrefixCache | Stopped | Died | Progress | Ready | Traced,
+    message: Control | Died | StartupProgress | Ready | Traced,
 ) -> None:
     assert decode(encode(message)) == message
 
@@ -142,7 +137,8 @@ def step_message(rows: int, width: int, num_logprobs: int) -> StepMessage:
     def column() -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         return rng.integers(0, 9, rows, np.int32)
 
-    return StepMessage(
+    result = StepResult(
+        step=2**40,
         uid_B=rng.integers(0, 2**60, rows),
         count_B=column(),
         token_BW=rng.integers(-1, 2**31 - 1, (rows, width), np.int32),
@@ -151,9 +147,15 @@ def step_message(rows: int, width: int, num_logprobs: int) -> StepMessage:
         num_accepted_B=column(),
         logprobs=[logprobs(i, 2, 3) for i in range(num_logprobs)],
         prompt_logprobs=[logprobs(i, 5, 1) for i in range(num_logprobs)],
-        events=Events([(1, 16), (2**50, 0)], [7], [Ended(3, Done.ABORT), Ended(4, 6, "é", "X")]),
-        gauges=Gauges(2**40, 3, 0.25, 5, 6, [StepTimes(1e-6, 2e-3, 0.1)] * rows),
     )
+    events = Events([(1, 16), (2**50, 0)], [7], [Ended(3, Done.ABORT), Ended(4, 6, "é", "X")])
+    times = [StepTimes(1e-6, 2e-3, 0.1)] * rows
+    gauges = Gauges(3, 0.25, 5, 6, times, SnapshotStats(0.5, 2**33, 7, 8))
+    return StepMessage(result, events, gauges)
+
+
+def packed(message: StepMessage) -> bytes:
+    return encode_step(message.result, message.events, message.gauges)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -161,14 +163,15 @@ def step_message(rows: int, width: int, num_logprobs: int) -> StepMessage:
 @pytest.mark.parametrize("num_logprobs", [0, 2])
 def test_a_step_crosses_row_by_row(rows: int, width: int, num_logprobs: int) -> None:
     message = step_message(rows, width, num_logprobs)
-    got = decode(encode_step(message))
+    got = decode(packed(message))
     assert isinstance(got, StepMessage)
+    assert got.result.step == message.result.step
     for name in ("uid_B", "count_B", "token_BW", "done_B", "num_drafts_B", "num_accepted_B"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(message, name))
+        np.testing.assert_array_equal(getattr(got.result, name), getattr(message.result, name))
     assert got.events == message.events
     assert got.gauges == message.gauges
     for kind in ("logprobs", "prompt_logprobs"):
-        entries, wanted = getattr(got, kind), getattr(message, kind)
+        entries, wanted = getattr(got.result, kind), getattr(message.result, kind)
         assert len(entries) == num_logprobs
         for entry, want in zip(entries, wanted, strict=True):
             assert entry.row == want.row
@@ -179,9 +182,9 @@ def test_a_step_crosses_row_by_row(rows: int, width: int, num_logprobs: int) -> 
 
 def test_events_cross_without_rows() -> None:
     events = Events(ended=[Ended(9, Done.ERROR, "too long", "PromptTooLong")])
-    got = decode(encode_step(without_rows(events, Gauges(step=3))))
+    got = decode(encode_step(StepResult.without_rows(3), events, Gauges()))
     assert isinstance(got, StepMessage)
-    assert len(got.uid_B) == 0
+    assert len(got.result.uid_B) == 0
     assert got.events == events
 
 
@@ -189,7 +192,7 @@ def test_events_cross_without_rows() -> None:
     "data",
     [
         encode(Ready(INFO)),
-        encode_step(step_message(3, 2, 1)),
+        packed(step_message(3, 2, 1)),
         encode_submit(EngineRequest(1, [1], SamplingParams())),
     ],
 )
@@ -201,3 +204,15 @@ def test_no_message_is_a_pickle(data: bytes) -> None:
 def test_an_unknown_message_is_an_error() -> None:
     with pytest.raises(AssertionError, match="unknown kind 99"):
         decode(bytes((99,)) + b"{}")
+
+
+def test_dropped_rows_keep_their_places_and_say_nothing() -> None:
+    result = step_message(3, 2, 3).result
+    planned_B = result.uid_B
+    first, _, last = planned_B.tolist()
+    result.drop([1])
+    assert result.uid_B.tolist() == [first, NO_REQUEST, last]
+    assert planned_B.tolist().count(NO_REQUEST) == 0, "the plan has its own uids"
+    for name in ("count_B", "done_B", "num_drafts_B", "num_accepted_B"):
+        assert getattr(result, name)[1] == 0
+    assert [entry.row for entry in result.logprobs] == [0, 2]

@@ -17,7 +17,16 @@ from paceline.engine.peers import LeadingRunner, follow
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
 from paceline.errors import CollectiveError
 from paceline.request import SamplingParams
-from paceline.step import LateMasks, PageAppends, SlotInit, StepPlan, StepSize
+from paceline.step import (
+    MARKS,
+    HostDrafts,
+    LateMasks,
+    PageAppends,
+    SlotInit,
+    SnapshotMarks,
+    StepPlan,
+    StepSize,
+)
 from tests.engine.harness import Front, ModThree, Stream, engine_config, request
 from tests.fakes import FakeRunner, runner_info
 from tests.patience import PATIENCE_S
@@ -39,6 +48,7 @@ def some_plan(**changes: Any) -> StepPlan:
         num_cached=0,
         max_len=40,
         pages=ints(11, 12),
+        snapshot=5,
     )
     plan = StepPlan(
         step=17,
@@ -52,7 +62,9 @@ def some_plan(**changes: Any) -> StepPlan:
         admissions=[admitted],
         page_appends=PageAppends(ints(1, 1), ints(4, 5), ints(7, 8)),
         late_B=np.array([True, False]),
-        agreed=StepSize(9, 8, 4, 3, 2, False, True),
+        marks=SnapshotMarks(*np.arange(4 * MARKS, dtype=np.int32).reshape(2, 2, MARKS)),
+        agreed=StepSize(9, 8, 4, 3, 2, False, True, True),
+        host_drafts=HostDrafts(ints(0), ints(29), ints(5, 6, -1)[None], ints(2)),
     )
     return replace(plan, **changes)
 
@@ -70,7 +82,7 @@ def same(one: object, other: object) -> bool:
     [
         {},
         {"admissions": [], "page_appends": None, "late_B": None, "agreed": None},
-        {"late_B": None, "page_appends": None},
+        {"late_B": None, "page_appends": None, "marks": None, "host_drafts": None},
     ],
 )
 def test_a_plan_comes_out_of_its_bytes_as_it_went_in(changes: dict[str, Any]) -> None:
@@ -191,6 +203,6 @@ def test_a_peer_that_takes_no_plan_is_missed() -> None:
     with (
         closing(mine),
         closing(theirs),
-        pytest.raises(CollectiveError, match=r"has not taken its plan for 0\.05 s"),
+        pytest.raises(CollectiveError, match=r"has not read its plan for 0\.05 s"),
     ):
         leader.send(1, bytes(10_000_000))

@@ -90,7 +90,10 @@ def test_one_receive_takes_a_bounded_share_and_leaves_the_rest_readable() -> Non
 def test_a_send_that_the_engine_does_not_read_returns_and_is_sent_later() -> None:
     front, engine = connected_pair()
     channel = Channel(front)
-    for payload in (b"a" * 5_000_000, b"b"):  # more than the socket holds, and nobody reads yet
+    for payload in (
+        b"a" * 5_000_000,
+        b"b",
+    ):  # more than the socket holds, and there is no reader yet
         channel.send(payload)
     assert channel.num_unsent_bytes > 1_000_000
     port = Port(engine, on_end=lambda: None)
@@ -207,7 +210,7 @@ def test_a_channel_that_has_ended_says_so_once_and_leaves_the_others_to_be_waite
     opened_ones[1][1].close()
     while not opened_ones[1][0].at_end:
         channels.receive(5.0)
-    assert channels.receive(None) == []  # nobody is left to wait for
+    assert channels.receive(None) == []  # no peer is left to wait for
     channels.close()
 
 

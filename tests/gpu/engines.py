@@ -24,7 +24,8 @@ from paceline.engine.launch import DEFAULT_FACTORY
 from paceline.kernels.gpu.device import is_hopper
 from paceline.parallel.groups import Backend
 from paceline.parallel.placement import ONLY_RANK, RankPlace, layout_of
-from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.runner.platform_cuda import CudaPlatform
+from paceline.runner.startup import build_on
 from paceline.step import Runner
 from tests.e2e.loop import listened_to
 from tests.parallel.factories import FIXED
@@ -41,7 +42,7 @@ def build(
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
     backend: Backend = "gloo" if IS_REHEARSAL else "nccl"
-    return build_fixed_runner(sized, progress, place, torch.device(DEVICE, 0), backend)
+    return build_on(CudaPlatform(torch.device(DEVICE, 0), backend), sized, progress, place)
 
 
 def open_llm(**options: Any) -> LLM:
@@ -78,7 +79,7 @@ class GpuEngine:
 
     @contextmanager
     def only_replays(self, at_least: int) -> Iterator[None]:
-        """Within it every step is a graph replay, `at_least` so many."""
+        """Within it every step is a graph replay; there are `at_least` this many."""
         before = dict(self.runner.stats)
         yield
         if not IS_REHEARSAL:

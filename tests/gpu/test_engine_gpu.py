@@ -62,8 +62,7 @@ def test_two_hundred_steady_steps_never_wait_for_the_device(
             gpu.turn(NUM_STEADY)
         for uid, before in seen.items():
             assert len(gpu.published[uid]) >= before + NUM_STEADY
-        stats = gpu.engine.stats()
-        assert stats["busy_s"] > 0 or DEVICE == "cpu"
+        assert gpu.engine.watch.busy_s > 0 or DEVICE == "cpu"
         for one in requests:
             gpu.engine.abort(one.uid)
         while gpu.engine.turn():
@@ -88,7 +87,7 @@ def test_greedy_tokens_on_the_gpu_equal_the_reference(rung: Rung, workshop: Work
 
 
 def sampled_batch() -> list[SamplingParams]:
-    """Each tail of verification, alone and together."""
+    """Each sampling mode, alone and together."""
     features: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},

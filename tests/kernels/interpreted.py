@@ -6,26 +6,35 @@ Triton reads TRITON_INTERPRET when it is imported: no process can do both.
 from __future__ import annotations
 
 import tempfile
-from importlib import import_module
+from collections.abc import Iterator
 
 import torch
 
-from tests.kernels.cases.pairs import all_triton_cases, check
-from tests.parallel.forks import Forked
+from tests.kernels.cases.pairs import TOPICS, TritonCase, all_triton_cases, check
+from tests.parallel.forks import Forked, Prepared
 
 # The interpreter computes on raw bits in bf16 and is silently wrong there.
 INTERPRETED = (torch.float32, torch.float16)
 TIMEOUT_S = 280
+PREPARED = Prepared(
+    (
+        "tests.kernels.mend_interpreter",
+        __name__,
+        *(f"tests.kernels.cases.{topic}" for topic in TOPICS),
+        *("numpy.random", "torch.distributed.tensor"),  # torch imports them when it first compares
+    ),
+    (("TRITON_INTERPRET", "1"),),
+)
 
 
 def run_interpreted(function: str, *arguments: str) -> None:
     """Call "module:function" where kernels are interpreted; what it raises fails the test."""
     with tempfile.TemporaryFile() as said:
         process = Forked(
-            f"{__name__}:main",
-            *(function, *arguments),
+            function,
+            *arguments,
             descriptors=[(said.fileno(), 1), (said.fileno(), 2)],
-            environment={"TRITON_INTERPRET": "1"},
+            prepared=PREPARED,
         )
         try:
             code = process.wait(TIMEOUT_S)
@@ -35,23 +44,20 @@ def run_interpreted(function: str, *arguments: str) -> None:
         assert code == 0, said.read().decode()
 
 
-def main(function: str, *arguments: str) -> None:
-    import_module("tests.kernels.mend_interpreter")
-    module, _, name = function.partition(":")
-    getattr(import_module(module), name)(*arguments)
-
-
-def check_pairs(operation: str) -> None:
-    """Every small case of one operation."""
-    failed, count = [], 0
+def small_cases() -> Iterator[tuple[TritonCase, torch.dtype]]:
+    """All that can be interpreted."""
     for case in all_triton_cases():
-        if case.is_large or case.operation != operation:
-            continue
-        for dtype in set(case.dtypes) & set(INTERPRETED):
-            count += 1
+        if not case.is_large:
+            yield from ((case, dtype) for dtype in INTERPRETED if dtype in case.dtypes)
+
+
+def check_pairs(operation: str, dtype: str) -> None:
+    """Every small case of one operation in one type."""
+    failed = []
+    for case, each in small_cases():
+        if (case.operation, str(each)) == (operation, dtype):
             try:
-                check(case, torch.device("cpu"), dtype)
+                check(case, torch.device("cpu"), each)
             except Exception as error:
-                failed.append(f"FAILED {case} {dtype}: {type(error).__name__}: {error}")
-    assert count
+                failed.append(f"FAILED {case}: {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)

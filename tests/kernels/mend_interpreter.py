@@ -54,7 +54,7 @@ def _exact_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
 
 
 def _without_name(self: Any, types: Any, fields: Any = None) -> None:
-    """Every shape of every value is such a tuple; nobody asks for the names of their types."""
+    """Every shape of every value is such a tuple; the names of their types are not needed."""
     self.types = types
     self.fields = fields or [""] * len(types)
 

@@ -14,8 +14,9 @@ from tests.kernels.cases.attention import DEAD, Shape, arguments, cases
 from tests.kernels.cases.pairs import TritonCase, check
 from tests.kernels.interpreted import run_interpreted
 
-SHAPE = Shape([(3, 300), (1, 600), DEAD], (2, 1), 16, width=4)
+SHAPE = Shape([(3, 300), (1, 2900), DEAD], (2, 1), 16, width=4)
 PROMPTS = [c for c in cases() if any(word in c.name for word in ("prompt", "chunk", "mixed"))]
+WIDE_WINDOW = 1500  # begins in the middle of a reach
 WINDOW = 43  # the first query of row 0 sees the last key of a stretch, and its last query does not
 
 
@@ -55,15 +56,19 @@ def check_bits(device_name: str) -> None:
 
     device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
-    assert not together[2].any(), "nobody's row is zero"
+    assert not together[2].any(), "a row without a request is zero"
     assert torch.equal(outcome(device, [0])[0], together[0])
     assert torch.equal(outcome(device, [2, 0, 1], width=1)[1:], together[:2])
     assert torch.equal(outcome(device, [1, 2], width=32)[0], together[1])
-    # Rows in blocks, in stretches or in one span; the last two also where partials find no room.
+    # Rows in blocks, stretches, reaches or one span; the last also where partials find no room.
     for name, value in (("LITTLE", 0), ("MOST_PARTIALS", 0), ("MOST_PARTIALS", 5)):
         was = getattr(work, name)
         setattr(work, name, value)
         assert torch.equal(outcome(device, [0, 1, 2]), together), (name, value)
+        setattr(work, name, was)
+        wide = outcome(device, [0, 1, 2], window=WIDE_WINDOW)
+        setattr(work, name, value)
+        assert torch.equal(outcome(device, [0, 1, 2], window=WIDE_WINDOW), wide), (name, value)
         setattr(work, name, was)
     narrow = outcome(device, [0, 1, 2], window=WINDOW)
     assert torch.equal(outcome(device, [2, 0, 1], width=1, window=WINDOW)[1:], narrow[:2])

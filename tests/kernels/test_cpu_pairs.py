@@ -1,4 +1,4 @@
-"""Vector kernels agree with their torch references, and a row's bits are nobody else's business."""
+"""Vector kernels agree with their torch references, and no row changes the bits of another."""
 
 from __future__ import annotations
 

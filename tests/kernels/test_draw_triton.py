@@ -4,7 +4,6 @@ that a winner can turn out not to be kept."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def check_small_chunks() -> None:
     for _ in range(NUM_SCENES):
         logits_NV, rows, knobs = _any_scene(chance)
         at = rows.logit_rows
-        wanted_M, bad_M = (t[at.row_M] for t in sampling.draw_reference(logits_NV, rows, knobs))
+        wanted_M, bad_M = (t[at.row_M] for t in sampling.draw(logits_NV, rows, knobs))
         found = sampling_draw_triton.draw(logits_NV, rows, knobs)
         found_M, found_bad_M = (t[at.row_M] for t in found)
         assert torch.equal(found_bad_M, bad_M)
@@ -63,7 +62,7 @@ def check_lowest_logits() -> None:
         logits_NV = torch.full((4, vocab), -3e38)
         logits_NV[:, ::2] = -torch.inf
         logits_NV[:, -1] = -2e38
-        rows = replace(scene.rows(), width_B=torch.ones(4, dtype=torch.int32))
+        rows = scene.rows()._replace(width_B=torch.ones(4, dtype=torch.int32))
         token_N, bad_N = sampling_draw_triton.draw(logits_NV, rows, knobs)
         assert not bad_N.any()
         assert (logits_NV.gather(1, token_N.long()[:, None]) > -torch.inf).all()
@@ -84,7 +83,7 @@ def check_nearly_equal_logits() -> None:
     sampling_chunks_triton.MOST_CHUNK = CHUNK
     scene = Scene(200, batch=24, spread=1e-5, greedy=0.0, filters=OFF | {"top_k": 1.0})
     knobs = scene.knobs()._replace(top_k_S=torch.full((scene.num_slots,), 3, dtype=torch.int32))
-    rows = replace(scene.rows(), width_B=torch.ones(24, dtype=torch.int32))
+    rows = scene.rows()._replace(width_B=torch.ones(24, dtype=torch.int32))
     logits_NV = 1 + scene.logits(torch.float32)
     found_N, _ = sampling_draw_triton.draw(logits_NV, rows, knobs)
     wanted_N, _ = sampling.draw(logits_NV, rows, knobs)

@@ -1,4 +1,4 @@
-"""The table of tiles: what it holds can be launched, and what nobody measured stays torch's."""
+"""The table of tiles: what it holds can be launched, and what was not measured stays torch's."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def block() -> LatentAttention:
 
 @pytest.mark.parametrize("pieces", [[50], [33, 1, 3, 13]])
 def test_absorbed_equals_expanded(pieces: list[int]) -> None:
-    """One sequence in pieces, over pages in no order, among entries and rows of nobody."""
+    """One sequence in pieces, over pages in no order, among entries and rows without a request."""
     x_TD = rand(7, 50, WIDTH)
     wanted = expanded(x_TD)
     attention, page_size = block(), 4
@@ -82,13 +82,13 @@ def test_absorbed_equals_expanded(pieces: list[int]) -> None:
     found, start = [], 0
     for piece in pieces:
         position = torch.arange(start, start + piece)
-        gap = 2  # entries that nobody owns, before and behind
+        gap = 2  # entries of no row, before and behind
         slot_T = order[position // page_size].long() * page_size + position % page_size
-        nobody = torch.full((gap,), -1)
+        none = torch.full((gap,), -1)
         inputs = ForwardInputs(
             token_T=torch.zeros(piece + 2 * gap, dtype=torch.int64),
-            position_T=torch.cat((nobody, position, nobody)).clamp(min=0),
-            page_slot_T=torch.cat((nobody, slot_T, nobody)).int(),
+            position_T=torch.cat((none, position, none)).clamp(min=0),
+            page_slot_T=torch.cat((none, slot_T, none)).int(),
             attention=AttentionBatch(
                 row_start_B=torch.tensor([0, gap], dtype=torch.int32),
                 length_B=torch.tensor([0, start + piece], dtype=torch.int32),
@@ -104,12 +104,12 @@ def test_absorbed_equals_expanded(pieces: list[int]) -> None:
         rows_TD = torch.cat((zeros, x_TD[start : start + piece], zeros))
         turns = rotation(50)[inputs.position_T]
         out_TD = attention(rows_TD, turns, inputs, pages)
-        assert not out_TD[:gap].any(), "nobody's entries stay zero"
+        assert not out_TD[:gap].any(), "entries of no row stay zero"
         found.append(out_TD[gap : gap + piece])
         start += piece
     torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-5, atol=1e-5)
     written = pages.key_NSH.isfinite().all(-1).sum()
-    assert written == 50, "entries of nobody write nothing"
+    assert written == 50, "entries of no row write nothing"
 
 
 SHAPE = Shape([(3, 300), (1, 1500), DEAD], (4, 1), 24, width=4)
@@ -146,7 +146,7 @@ def check_bits(device_name: str) -> None:
 
     device = torch.device(device_name)
     together = outcome(device, [0, 1, 2])
-    assert not together[2].any(), "nobody's row is zero"
+    assert not together[2].any(), "a row without a request is zero"
     assert torch.equal(outcome(device, [0])[0], together[0])
     assert torch.equal(outcome(device, [2, 0, 1], width=1)[1:], together[:2])
     assert torch.equal(outcome(device, [1, 2], width=32)[0], together[1])

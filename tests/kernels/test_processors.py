@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +28,7 @@ def windows_of(*rows: tuple[int, int, list[int]], first: tuple[int, ...] = ()) -
     draft_BK = torch.tensor(drafts, dtype=torch.int32).reshape(len(rows), -1)
     width_B = torch.full((len(rows),), draft_BK.shape[1] + 1, dtype=torch.int32)
     packed = WindowRows.packed(torch.tensor(slot), width_B, draft_BK, torch.tensor(length))
-    return replace(packed, first_B=torch.tensor(first, dtype=torch.int32)) if first else packed
+    return packed._replace(first_B=torch.tensor(first, dtype=torch.int32)) if first else packed
 
 
 def everywhere(num_slots: int = 2) -> FeatureMask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -16,17 +17,10 @@ from torch import Tensor
 from paceline.kernels.processors.reference import forbid
 from paceline.kernels.rng import reference as rng
 from paceline.kernels.rows import LogitRows
-from paceline.kernels.sampling.reference import (
-    BY_EQUALITY,
-    Knobs,
-    Noise,
-    distributions,
-    draw_rows_reference,
-    draw_windows,
-    greedy,
-    thresholds,
-    thresholds_reference,
-)
+from paceline.kernels.sampling import reference
+from paceline.kernels.sampling.numpy import BY_EQUALITY, distributions, draw_windows, thresholds
+from paceline.kernels.sampling.reference import Knobs, Noise, greedy
+from tests.kernels.cases.pairs import TritonCase, all_triton_cases, check
 
 
 def knobs_of(rows: list[tuple[float, int, float, float]]) -> Knobs:
@@ -104,7 +98,7 @@ def test_thresholds_keep_what_sorting_keeps(
         np.random.default_rng(seed).normal(0, 3, (len(rows), vocab_size)).astype(np.float32)
     )
     knobs = knobs_of(rows)
-    for found in (thresholds(logits, knobs), thresholds_reference(logits, knobs)):
+    for found in (thresholds(logits, knobs), reference.thresholds(logits, knobs)):
         for row, knob, threshold in zip(logits.numpy(), rows, found.numpy(), strict=True):
             kept = set(np.flatnonzero(row >= threshold).tolist())
             assert_kept(row, kept, knob[1:])
@@ -135,7 +129,7 @@ def test_shortcut_draws_what_the_reference_draws(
     logits[:, vocab_size // 2] = -torch.inf
     knobs, noise = knobs_of(rows), noise_of(len(rows), seed)
     token, bad = drawn(logits, knobs, noise)
-    expected, expected_bad = draw_rows_reference(logits, knobs, noise)
+    expected, expected_bad = reference.draw_rows(logits, knobs, noise)
     assert torch.equal(token, expected)
     assert torch.equal(bad, expected_bad)
 
@@ -239,7 +233,7 @@ def test_unusable_row_is_reported_with_a_valid_token(poison: float, temperature:
     logits[2] = -torch.inf
     for draw in (
         drawn(logits, knobs, noise),
-        draw_rows_reference(logits, knobs, noise),
+        reference.draw_rows(logits, knobs, noise),
     ):
         token, bad = draw
         assert bad.tolist() == [False, True, True, False]
@@ -276,8 +270,17 @@ def test_tokens_are_int32_and_flags_bool_on_both_paths() -> None:
     paths = (
         greedy(logits),
         drawn(logits, knobs, noise_of(3)),
-        draw_rows_reference(logits, knobs, noise_of(3)),
+        reference.draw_rows(logits, knobs, noise_of(3)),
     )
     for token, bad in paths:
         assert token.dtype == torch.int32
         assert bad.dtype == torch.bool
+
+
+DRAFTS = [c for c in all_triton_cases() if c.operation == "draft" and not c.is_large]
+
+
+@pytest.mark.parametrize("case", DRAFTS, ids=str)
+def test_drafts_of_the_cpu_are_those_of_the_reference(case: TritonCase) -> None:
+    """And so are the distributions that they were drawn from."""
+    check(replace(case, backend="numpy"), torch.device("cpu"), torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +19,23 @@ from paceline.kernels.admit.reference import (
     admit,
     pack_admissions,
 )
-from paceline.kernels.draft_rows.reference import next_rows, own_rows, shifted_tokens, store_drafts
+from paceline.kernels.draft_rows.reference import (
+    block_rows,
+    next_rows,
+    own_rows,
+    shifted_tokens,
+    store_drafts,
+)
 from paceline.kernels.finish.reference import end_step, finish_step
 from paceline.kernels.rows import WindowRows
-from paceline.kernels.step_rows import RESULT_TOKENS, PaddedRows, Ring, SlotTensors
+from paceline.kernels.step_rows import (
+    PACKET_APPENDS,
+    RESULT_TOKENS,
+    BlockLayout,
+    PaddedRows,
+    Ring,
+    SlotTensors,
+)
 from paceline.kernels.table import ngram_propose
 from paceline.kernels.verify.reference import Verdicts, accept_by_rate
 from paceline.layers.attention import ForwardInputs
@@ -113,7 +126,7 @@ def begin(seed: int) -> Twice:
     slots = Slots(scene.num_slots, scene.max_model_len, STORED_DRAFTS, VOCAB, CPU)
     pages = Pages(999, PAGE_SIZE, scene.num_slots, scene.max_model_len, CPU)
     before = scene.state(CPU)
-    for name in [f.name for f in fields(SlotTensors)][:9]:
+    for name in SlotTensors._fields[:9]:
         getattr(slots, name).copy_(getattr(before, name))
     slots.eos_ids_SE[:, :NUM_EOS] = before.eos_ids_SE
     slots.stop_ids_SE[:, :NUM_STOP] = before.stop_ids_SE
@@ -122,14 +135,14 @@ def begin(seed: int) -> Twice:
     Staging(slots, pages).apply(StagedWrites((), plan.page_appends))
     ring, state, padded = scene.begun(CPU)
     own_ring = scene.ring(CPU)
-    compact = CompactRows(plan, slots, pages, own_ring, Contract())
+    compact = CompactRows(plan, slots, pages, own_ring, Contract(), plan.k)
     target = compact.target(1, reads_all=True)
     return Twice(scene, ring, state, padded, slots, pages, compact, own_ring, target)
 
 
 def plan_of(scene: Scene) -> StepPlan:
     packet, layout = scene.packet(step=1), scene.layout
-    count = packet[layout.NUM_APPENDS]
+    count = packet[PACKET_APPENDS]
     starts = (layout.append_slot, layout.append_index, layout.append_page)
     is_window = np.array([kind in WINDOWS for kind in scene.kinds])
     return StepPlan(
@@ -251,8 +264,8 @@ def test_a_rate_of_one_always_accepts_and_a_rate_of_nothing_never_does() -> None
     scene = coin_scene()
     _, state, padded = scene.begun(CPU)
     windows = padded.rows.windows
-    rates_K = torch.tensor((1.0, 0.0))
-    ok_N = accept_by_rate(windows, state.seed_S2, rates_K, padded.shape.num_logits)
+    rates_SK = torch.tensor((1.0, 0.0)).expand(len(state.seed_S2), 2)
+    ok_N = accept_by_rate(windows, state.seed_S2, rates_SK, padded.shape.num_logits)
     assert_equal(ok_N[windows.logit_rows.row_M], [True, False, False] * 2)
 
 
@@ -318,6 +331,36 @@ def test_shifted_tokens_are_the_committed_ones_one_further_on(seed: int) -> None
         is_known_T[mine] = True
         assert_equal(token_T[mine], expected.token_T[theirs])
     assert (token_T[~is_known_T] == 0).all()
+
+
+@pytest.mark.parametrize("first_output", [1, 0, -1], ids=["fill-in", "anchor", "shifted"])
+@SCENES
+def test_a_block_drafters_pass_is_what_it_is_at_true_lengths(seed: int, first_output: int) -> None:
+    world = advanced(seed)
+    padded, num_rows = world.padded, world.padded.shape.rows
+    layout = BlockLayout(4, 3, first_output)
+    num_entries = padded.shape.tokens + num_rows * layout.width
+    batch = batch_rows(CPU, 2 * num_rows, num_entries)
+    block_rows(padded, world.state, layout, layout.width, batch, PAGE_SIZE)
+    world.compact.k = layout.k
+    expected = world.compact.block(1, layout).inputs
+    start, length = expected.attention.row_start_B.tolist(), expected.attention.length_B.tolist()
+    rows = iter(zip(start, start[1:], length, strict=False))
+    is_owned_T = torch.zeros(num_entries, dtype=torch.bool)
+    for row in range(2 * num_rows):
+        count = int(batch.query_len_B[row])
+        if not count:
+            assert int(batch.length_B[row]) == 0
+            continue
+        first, stop, total = next(rows)
+        mine = slice(int(batch.row_start_B[row]), int(batch.row_start_B[row]) + count)
+        assert (stop - first, total) == (count, int(batch.length_B[row]))
+        is_owned_T[mine] = True
+        for name in ("token_T", "position_T", "page_slot_T"):
+            assert_equal(getattr(batch, name)[mine], getattr(expected, name)[first:stop])
+    assert next(rows, None) is None
+    assert (batch.page_slot_T[~is_owned_T] == -1).all()
+    assert (batch.token_T[~is_owned_T] == 0).all()
 
 
 @pytest.mark.parametrize("is_shifted", [False, True], ids=["own", "shifted"])
@@ -430,7 +473,10 @@ def _flat(values: Any) -> list[Tensor]:
 
 
 # Padded rows and admissions are laid out by references that a device could run as well.
-NEVER_WAIT = ("admit", "step_inputs", "shifted_tokens", "own_rows", "next_rows", "store_drafts")
+NEVER_WAIT = (
+    *("admit", "step_inputs", "shifted_tokens", "own_rows", "block_rows", "next_rows"),
+    "store_drafts",
+)
 
 
 @pytest.mark.parametrize("name", [*NEVER_WAIT, "ngram_propose"])

@@ -71,7 +71,8 @@ def test_every_file_of_a_backend_is_in_the_table_or_a_part_of_one_that_is() -> N
 def test_a_device_picks_its_backend() -> None:
     assert table.uniform.on(torch.device("cpu")) is table.uniform.by("numpy")
     assert table.uniform.on(torch.device("meta")) is table.uniform.reference
-    assert table.draw.on(torch.device("cpu")) is table.draw.reference
+    assert table.draw.on(torch.device("cpu")) is table.draw.by("numpy")
+    assert table.judge.on(torch.device("cpu")) is table.judge.reference
     if find_spec("triton") is not None:
         assert table.draw.on(torch.device("cuda")) is table.draw.by("triton")
 

@@ -25,14 +25,14 @@ from paceline.drafters.autoregressive import (
 from paceline.drafters.base import DraftPass
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling.reference import greedy
-from paceline.kernels.step_rows import StepRows
-from paceline.layers.attention import ForwardInputs
+from paceline.kernels.step_rows import BlockLayout, StepRows
+from paceline.layers.attention import BlockPass, ForwardInputs
 from paceline.layers.linear import exact_linear
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
 from paceline.models.heads.base import HeadModel
-from paceline.models.layout import add_pages, lay_out, lay_out_one_each
+from paceline.models.layout import add_storage, lay_out, lay_out_one_each
 from paceline.models.loading import load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
@@ -41,6 +41,7 @@ from paceline.parallel.placement import Layout
 from paceline.runner.prompt_logprobs import PromptScores, score_prompts
 from paceline.sampling.verify import SamplingMode, verify
 from paceline.state.pages import LayerPages, Pages
+from paceline.state.recurrent import LayerStorage
 from paceline.state.slots import Slots
 from paceline.step import StepPlan
 from tests.eagle import random_head, save_head
@@ -48,6 +49,7 @@ from tests.eagle3 import random_eagle3, save_eagle3
 from tests.heads import read_head
 from tests.mtp import random_mtp, save_mtp
 from tests.parallel.ranks import open_checked
+from tests.recurrent import storage_of, with_rows
 from tests.tiny import save_noisy_draft, save_tiny
 
 CPU = torch.device("cpu")
@@ -61,6 +63,8 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": True,
     "vocab_size": VOCAB,
 }
+# Four key heads, which four ranks cut, with two value heads each.
+HYBRID: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "one KV head": ("llama-tied-rope3", {"num_key_value_heads": 1, "vocab_size": 101}),
@@ -70,6 +74,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3-moe", {}),
     "deepseek-v3": ("deepseek-v3", {}),
     "glm4-moe-lite": ("glm4-moe-lite", {"vocab_size": 98}),
+    "qwen3.5": ("qwen3.5", HYBRID),
+    "qwen3.5-moe": ("qwen3.5-moe", HYBRID),
+    "qwen3-next": ("qwen3-next", HYBRID),
 }
 # The model that each drafter is for.
 DRAFTERS = {
@@ -80,6 +87,7 @@ DRAFTERS = {
     "mtp": "llama",
     "mtp with a head": "llama",
     "mtp of experts": "deepseek-v3",
+    "mtp of a hybrid": "qwen3.5-moe",
     "model": "llama",
 }
 
@@ -98,7 +106,8 @@ def save_all(folder: Path) -> None:
     other = random_eagle3(llama, draft_vocab=None, model_type="qwen3", head_dim=12, **taps)
     other.weights["embed_tokens.weight"][-1] += 1.0
     save_eagle3(folder / "eagle3 with a table", other, form="nested")
-    for name, target in (("mtp", "llama"), ("mtp of experts", "deepseek-v3")):
+    for name in ("mtp", "mtp of experts", "mtp of a hybrid"):
+        target = DRAFTERS[name]
         save_mtp(folder / name, folder / target, random_mtp(models[target]))
     path = folder / "mtp with a head"
     save_mtp(path, folder / "llama", random_mtp(llama))
@@ -173,6 +182,9 @@ class OneSequence:
         inputs = lay_out(self.slots, self.pages, row, at, size, group_size, shift=shift)
         return DraftPass(inputs, torch.tensor([count - 1]), torch.arange(count))
 
+    def block(self, group_size: int, layout: BlockLayout) -> BlockPass:
+        raise NotImplementedError
+
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
         position_B = np.array([LENGTH + j - 1 - is_shifted])
         row = np.array([1])
@@ -188,11 +200,11 @@ class OneSequence:
 def of_model(model: Decoder) -> dict[str, Any]:
     """Logits in two pieces, what greedy takes of them, and scores of the prompt."""
     slots, pages = _state()
-    layers = add_pages(pages, model.spec, torch.float32)
+    layers = storage_of(model.spec, slots, pages)
     row, hidden = np.array([1]), []
     for start, stop in ((0, 15), (15, LENGTH)):
         at, size = np.array([start]), np.array([stop - start])
-        inputs = lay_out(slots, pages, row, at, size, model.spec.group_size)
+        inputs = with_rows(lay_out(slots, pages, row, at, size, model.spec.group_size))
         hidden.append(model.forward(inputs, layers))
     hidden_TD = torch.cat(hidden)
     logits_TV = model.logits(hidden_TD)
@@ -207,7 +219,7 @@ def of_model(model: Decoder) -> dict[str, Any]:
         "scores": torch.from_numpy(scores.values),
         "verified": of_verification(model.vocab, logits_TV, slots),
         "is fused": model.fused is not None,
-        "kv heads": layers[0].key_NSH.shape[0],
+        "kv heads": next(x.key_NSH.shape[0] for x in layers if isinstance(x, LayerPages)),
         "shapes": shapes_of(model.layers),
     }
 
@@ -230,19 +242,19 @@ def of_verification(vocab: VocabShards, logits_TV: Tensor, slots: Slots) -> dict
 def of_drafter(head: Any, target: Decoder) -> dict[str, Any]:
     """Greedy drafts, sampled ones and what they were drawn from."""
     slots, pages = _state()
-    layers = add_pages(pages, target.spec, torch.float32)
+    layers = storage_of(target.spec, slots, pages)
     is_model = isinstance(head, Decoder)
     spec = head.spec if is_model else head.stack.spec
-    own = add_pages(pages, spec, torch.float32)
+    own = add_storage(pages, spec, torch.float32)
     drafter_head = _draft_head(head, own)
     row, at, size = np.array([1]), np.array([0]), np.array([LENGTH])
-    inputs = lay_out(slots, pages, row, at, size, target.spec.group_size)
+    inputs = with_rows(lay_out(slots, pages, row, at, size, target.spec.group_size))
     _, feature_TD = target.forward_with_features(inputs, layers, drafter_head.tap_ids)
     step = OneSequence(slots, pages, feature_TD)
     found: dict[str, Any] = {}
-    for is_probabilistic in (False, True):
-        AutoregressiveDrafter(drafter_head, DRAFTS, is_probabilistic).propose(step)
-        found["sampled" if is_probabilistic else "drafts"] = step.drafts
+    for key, method in (("drafts", "greedy"), ("sampled", "probabilistic")):
+        AutoregressiveDrafter(drafter_head, DRAFTS, method).propose(step)
+        found[key] = step.drafts
     assert slots.draft_probs_SKV is not None
     found["q"] = slots.draft_probs_SKV[1].clone()
     found["shapes"] = shapes_of(head.layers if is_model else head.stack.layers)
@@ -251,7 +263,7 @@ def of_drafter(head: Any, target: Decoder) -> dict[str, Any]:
     return found
 
 
-def _draft_head(head: Decoder | HeadModel, layers: list[LayerPages]) -> DraftHead:
+def _draft_head(head: Decoder | HeadModel, layers: list[LayerStorage]) -> DraftHead:
     if isinstance(head, Decoder):
         return DraftModelHead(head, layers)
     return FeatureHead(head, layers)

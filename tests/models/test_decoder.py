@@ -16,7 +16,7 @@ from paceline.layers.linear import dense
 from paceline.layers.rope import inverse_frequencies
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import lay_out
 from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.weight_source import DummyWeights
@@ -24,6 +24,7 @@ from paceline.models.weights import open_weights
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from tests.checkpoint.gguf_writing import write_gguf
+from tests.recurrent import storage_of, with_rows
 from tests.tiny import FAMILIES, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def paged_logits(model: Decoder, ids: torch.Tensor, pieces: list[int]) -> torch.
     """Logits of `ids` computed in pieces over scattered pages, with a neighbour in the batch."""
     spec = model.spec
     pages, slots = Pages(40, 16, 4, 256, CPU), Slots(4, 256, 0, VOCAB, CPU)
-    layers = add_pages(pages, spec, torch.float32)
+    layers = storage_of(spec, slots, pages)
     count = -(-len(ids) // 16)
     pages.table_SP[1, :count] = torch.randperm(20)[:count].int()
     pages.table_SP[3, :count] = torch.arange(20, 20 + count).int()
@@ -53,7 +54,7 @@ def paged_logits(model: Decoder, ids: torch.Tensor, pieces: list[int]) -> torch.
     for piece in pieces:
         both = np.array([3, 1])
         at, size = np.array([start, start]), np.array([piece, piece])
-        inputs = lay_out(slots, pages, both, at, size, spec.group_size)
+        inputs = with_rows(lay_out(slots, pages, both, at, size, spec.group_size))
         out.append(model.logits(model.forward(inputs, layers))[piece:])
         start += piece
     return torch.cat(out)

@@ -266,7 +266,7 @@ def test_a_reduced_vocabulary_without_its_map_is_refused(
         load(folder / "unmapped", target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", "other"])
 def test_another_kind_of_speculators_head_is_refused_by_name(
     reference: Any, target: Decoder, kind: str
 ) -> None:

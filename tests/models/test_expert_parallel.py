@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.layers.moe import MoeMlp, ReducedExperts, SpreadExperts, StackedExperts
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import lay_out
 from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.sharding import Cut
@@ -38,10 +38,13 @@ from tests.models.test_decoder import CPU, EXACT
 from tests.models.test_moe import FIXED
 from tests.models.test_moe import LAYOUTS as STORED
 from tests.parallel.ranks import open_checked, run_ranks
+from tests.recurrent import storage_of, with_rows
 from tests.tiny import VOCAB, save_tiny
 
 NUM_RANKS = 4
-FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "glm4-moe-lite")
+FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "glm4-moe-lite", "qwen3.5-moe")
+# Key heads that four ranks can cut.
+CHANGES = {"qwen3.5-moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8}}
 LAYOUTS = {
     "dp 2 + ep": Layout(1, 2, True),
     "dp 4 + ep": Layout(1, 4, True),
@@ -129,9 +132,9 @@ def load(spec: ModelSpec, source: Recording, formats: WeightFormats, groups: Gro
 
 
 def logits_of(model: Decoder, replica: int, num_replicas: int) -> Tensor:
-    """Of all passes. Everybody runs all of them, with whatever rows there are."""
+    """Of all passes. Every rank runs all of them, with whatever rows there are."""
     pages, slots = Pages(8, 16, 2, 64, CPU), Slots(2, 64, 0, VOCAB, CPU)
-    layers = add_pages(pages, model.spec, torch.float32)
+    layers = storage_of(model.spec, slots, pages)
     pages.table_SP[1, :4] = torch.tensor([5, 2, 7, 0], dtype=torch.int32)
     random = torch.Generator().manual_seed(replica)
     slots.tokens_SL[1] = torch.randint(3, VOCAB, (64,), generator=random).int()
@@ -140,6 +143,7 @@ def logits_of(model: Decoder, replica: int, num_replicas: int) -> Tensor:
         count = counts[replica]
         slot_B, start_B, count_B = (np.array([x][:count], np.int64) for x in (1, start, count))
         inputs = lay_out(slots, pages, slot_B, start_B, count_B, model.spec.group_size)
+        inputs = with_rows(inputs)
         inputs.num_rows = max(counts)
         out.append(model.vocab.gather(model.logits(model.forward(inputs, layers))))
         start += count
@@ -177,7 +181,7 @@ class Ran(NamedTuple):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
-        save_tiny(folder / family, family)
+        save_tiny(folder / family, family, **CHANGES.get(family, {}))
     # One layer's experts one by one, the other's in one tensor.
     path = folder / "mixtral" / "model.safetensors"
     save_file(STORED["mixed"](load_file(path)), path, metadata={"format": "pt"})

@@ -38,7 +38,7 @@ def load_fused(folder: Path) -> Decoder:
 
 # Which products are torch's: none, all, and each border between the two.
 @pytest.mark.parametrize("torch_ends", [(), ("heads", "added", "gated"), ("added",), ("gated",)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3.5"])
 @torch.no_grad()
 def test_fused_layers_give_the_logits_of_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, torch_ends: tuple[str, ...]
@@ -52,7 +52,7 @@ def test_fused_layers_give_the_logits_of_plain_ones(
     pieces = [40, 1, 5, 1, 43]
     wanted = paged_logits(load(tmp_path), ids, pieces)
     found = paged_logits(load_fused(tmp_path), ids, pieces)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-4)
 
 
 @torch.no_grad()
@@ -66,7 +66,9 @@ def test_any_of_a_layers_products_may_be_torchs(
     tile = default_tile(64, 64, 64, torch.float32)
     for is_ours in product((False, True), repeat=4):
         tiles = Tiles(*(tile if x else None for x in is_ours))
-        monkeypatch.setattr(CudaLayers, "_choose", lambda *_, tiles=tiles: tiles)
+        monkeypatch.setattr(
+            CudaLayers, "_choose", lambda self, _, tiles=tiles: [tiles] * len(self._weights)
+        )
         found = paged_logits(load_fused(tmp_path), ids, pieces)
         assert torch.allclose(found, wanted, rtol=1e-5, atol=5e-5), is_ours
 

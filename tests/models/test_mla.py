@@ -16,12 +16,12 @@ from paceline.layers.moe import MoeMlp
 from paceline.layers.rope import inverse_frequencies, yarn_frequencies
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.layout import add_pages
+from paceline.models.layout import add_storage
 from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import Reader
 from paceline.models.sharding import Cut
 from paceline.models.weight_source import DummyWeights
-from paceline.state.pages import Pages
+from paceline.state.pages import LayerPages, Pages
 from tests.models.test_decoder import CPU, EXACT, load, paged_logits
 from tests.tiny import LATENT_FAMILIES, VOCAB, save_tiny
 
@@ -148,9 +148,10 @@ def test_the_cache_has_one_row_per_token_and_layer(tmp_path: Path) -> None:
     save_tiny(tmp_path, "glm4-moe-lite")
     spec = read_spec(locate(str(tmp_path)).config)
     assert spec.kv_bytes_per_token(4) == 3 * (16 + 8) * 4
-    layers = add_pages(Pages(5, 4, 2, 16, CPU), spec, torch.float32)
+    layers = add_storage(Pages(5, 4, 2, 16, CPU), spec, torch.float32)
     assert len(layers) == 3
     for kv in layers:
+        assert isinstance(kv, LayerPages)
         assert kv.key_NSH.shape == (1, 24, 24)
         assert kv.value_NSH.data_ptr() == kv.key_NSH.data_ptr()
         assert kv.value_NSH.shape == (1, 24, 16)

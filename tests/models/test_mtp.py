@@ -18,7 +18,7 @@ from paceline.layers.linear import exact_linear
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
 from paceline.models.heads.mtp import MtpModel
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import add_storage, lay_out
 from paceline.models.loading import load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.weight_source import DummyWeights
@@ -27,11 +27,11 @@ from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from tests.heads import read_head
 from tests.mtp import random_mtp, save_mtp
-from tests.tiny import VOCAB, save_tiny
+from tests.tiny import HYBRID_FAMILIES, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
 EXACT = WeightFormats(exact_linear(CPU), torch.float32, torch.float32, CPU)
-FAMILIES = ("llama", "qwen3", "deepseek-v3", "glm4-moe-lite")
+FAMILIES = ("llama", "qwen3", "deepseek-v3", "glm4-moe-lite", *HYBRID_FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def outputs(model: MtpModel, feature_ND: torch.Tensor, token_N: torch.Tensor) ->
     """Rows 0...N - 1 in two pieces over pages."""
     spec, count = model.stack.spec, len(token_N)
     pages, slots = Pages(8, 8, 2, 64, CPU), Slots(2, 64, 0, VOCAB, CPU)
-    layers = add_pages(pages, spec, torch.float32)
+    layers = add_storage(pages, spec, torch.float32)
     pages.table_SP[1] = torch.tensor([3, 1, 7, 2, 0, 4, 5, 6])
     slots.tokens_SL[1, 1 : count + 1] = token_N.int()
     parts = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import get_args, get_type_hints
 
-from paceline.config import SpeculativeConfig
 from paceline.models.heads.registry import HEADS
+from paceline.speculation import SpeculativeConfig
 
 
 def test_every_speculative_method_is_a_head_or_needs_none() -> None:
     methods = get_args(get_type_hints(SpeculativeConfig)["method"])
-    assert set(methods) == {*HEADS, "ngram", "draft_model"}
+    assert set(methods) == {*HEADS, "ngram", "suffix", "draft_model"}

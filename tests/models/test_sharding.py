@@ -27,7 +27,14 @@ from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
 from paceline.parallel.groups import Groups
 from tests.checkpoint.gguf_writing import write_gguf
-from tests.tiny import FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, save_tiny, tiny_config
+from tests.tiny import (
+    FAMILIES,
+    HYBRID_FAMILIES,
+    LATENT_FAMILIES,
+    MOE_FAMILIES,
+    save_tiny,
+    tiny_config,
+)
 
 CPU = torch.device("cpu")
 DENSE = WeightFormats(dense(torch.float32, CPU), torch.float32, torch.float32, CPU)
@@ -41,7 +48,7 @@ def part(rank: int, size: int) -> Groups:
 
 def tiny_spec(family: str, **changes: Any) -> ModelSpec:
     config = tiny_config(family, **changes)
-    kind = type(config).__name__.removesuffix("Config")
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text")
     return read_spec({**config.to_dict(), "architectures": [f"{kind}ForCausalLM"]})
 
 
@@ -73,11 +80,13 @@ class Recording:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES, *LATENT_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES, *LATENT_FAMILIES, *HYBRID_FAMILIES])
 def test_slices_have_the_shapes_of_the_local_spec_and_make_up_the_whole(
     family: str, size: int
 ) -> None:
-    spec = tiny_spec(family, vocab_size=97)
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    changes = heads if family in HYBRID_FAMILIES else {}
+    spec = tiny_spec(family, vocab_size=97, **changes)
     whole = DummyWeights(expected_shapes(spec), 3, CPU)
     parts = [reader(spec, whole, part(rank, size)).source for rank in range(size)]
     for rank, source in enumerate(parts):
@@ -92,7 +101,7 @@ def test_slices_have_the_shapes_of_the_local_spec_and_make_up_the_whole(
         expected = whole.load(name)
         if pieces[0].shape == expected.shape:
             assert all(torch.equal(x, expected) for x in pieces)
-        elif not any(x in name for x in ("k_proj", "v_proj", "gate_up_proj")):
+        elif not any(x in name for x in ("k_proj", "v_proj", "gate_up_proj", "qkv.", "conv1d")):
             dims = zip(pieces[0].shape, expected.shape, strict=True)
             dim = next(i for i, (a, b) in enumerate(dims) if a != b)
             assert torch.equal(torch.cat(pieces, dim), expected), name
@@ -124,6 +133,20 @@ def test_planners_see_the_heads_of_their_rank(
     assert spec.kv_bytes_per_token(4) == 2 * 2 * expected[1] * 8 * 4
 
 
+def test_queries_keys_and_values_of_a_delta_net_are_cut_by_themselves() -> None:
+    """In one tensor: rows of all queries, then of all keys, then of all values."""
+    spec = tiny_spec("qwen3.5")
+    whole = DummyWeights(expected_shapes(spec), 3, CPU)
+    for name in ("in_proj_qkv.weight", "conv1d.weight"):
+        name = f"model.layers.0.linear_attn.{name}"
+        halves = [x.chunk(2) for x in whole.load(name).split((16, 16, 48))]
+        for rank in range(2):
+            found = reader(spec, whole, part(rank, 2)).source.load(name)
+            assert torch.equal(found, torch.cat([x[rank] for x in halves]))
+    local = spec.local(part(1, 2))
+    assert local.recurrent == (1, 2, 8, 12, 4)
+
+
 def test_latents_are_whole_on_every_rank() -> None:
     whole = tiny_spec("deepseek-v3")
     spec = whole.local(part(1, 4))
@@ -149,6 +172,7 @@ def test_latents_are_whole_on_every_rank() -> None:
         ),
         ("qwen3", {"intermediate_size": 50}, 4, "50 inner values .*_size 4; use 1, 2, 5, 10"),
         ("qwen3-moe", {"moe_intermediate_size": 6}, 4, "6 inner values of an expert .*_size 4"),
+        ("qwen3.5", {}, 4, "2 key heads of linear attention .*_size 4; use 1 or 2"),
         ("qwen3", {"vocab_size": 5}, 4, "vocabulary of 5 tokens .* tensor_parallel_size 4"),
     ],
 )

@@ -14,7 +14,7 @@ from paceline.kernels.table import has_numba
 from paceline.layers.linear import LinearFormat, cuda_linear, dense, panels_fp32
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import add_storage, lay_out
 from paceline.models.loading import load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
@@ -48,7 +48,7 @@ def forward(
     model: Decoder, ids: torch.Tensor, taps: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     pages, slots = Pages(8, 8, 1, 64, CPU), Slots(1, 64, 0, VOCAB, CPU)
-    layers = add_pages(pages, model.spec, torch.float32)
+    layers = add_storage(pages, model.spec, torch.float32)
     pages.table_SP[0] = torch.tensor([3, 1, 7, 2, 0, 4, 5, 6])
     slots.tokens_SL[0, : len(ids)] = ids.int()
     at, count = np.array([0]), np.array([len(ids)])

@@ -59,7 +59,7 @@ def test_a_model_in_parts_gives_the_logits_and_tokens_of_one(
 @SIZES
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.trap("I10")
-def test_every_tail_emits_the_tokens_of_one_rank_on_all_ranks(
+def test_every_sampling_mode_emits_the_tokens_of_one_rank_on_all_ranks(
     alone: Results, ranks: dict[int, list[Results]], size: int, family: str
 ) -> None:
     """Both layouts of windows; sampled rows have a temperature, and nothing is broadcast."""
@@ -116,8 +116,20 @@ def test_a_head_shares_the_targets_tables_only_where_they_are_equal_on_all_ranks
     alone: Results, ranks: dict[int, list[Results]], size: int
 ) -> None:
     """The tables differ in one row, which is the last rank's: the others must hear of it."""
-    tables = {"eagle": True, "eagle3": True, "mtp": True, "mtp of experts": True}
-    heads = {"eagle": True, "eagle with a table": True, "mtp": True, "mtp of experts": True}
+    tables = {
+        "eagle": True,
+        "eagle3": True,
+        "mtp": True,
+        "mtp of experts": True,
+        "mtp of a hybrid": True,
+    }
+    heads = {
+        "eagle": True,
+        "eagle with a table": True,
+        "mtp": True,
+        "mtp of experts": True,
+        "mtp of a hybrid": True,
+    }
     for found in (alone, *ranks[size]):
         for drafter in DRAFTERS:
             for layout in {1, size} if found is not alone else {1}:

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.kernels.table import has_numba
 from paceline.layers.attention import Unwanted
 from paceline.layers.linear import dense, panels_fp32
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import add_storage, lay_out
 from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from paceline.step import Longs
@@ -33,7 +33,8 @@ def test_no_layer_runs_of_a_pass_that_is_not_wanted(tmp_path: Path, how: str) ->
     model = load(tmp_path, panels_fp32 if how == "one call" else dense(torch.float32, CPU))
     assert (model.fused is None) == (how == "loop")
     pages, slots = Pages(8, 8, 1, 64, CPU), Slots(1, 64, 0, VOCAB, CPU)
-    layers = add_pages(pages, model.spec, torch.float32)
+    stored = add_storage(pages, model.spec, torch.float32)
+    layers = [x for x in stored if isinstance(x, LayerPages)]
     pages.table_SP[0] = torch.arange(8)
 
     def forward(unwanted: Longs | None) -> Tensor:

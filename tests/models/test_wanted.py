@@ -17,16 +17,16 @@ from paceline.layers.attention import ForwardInputs, WantedEntries
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
-from paceline.models.layout import add_pages, lay_out
+from paceline.models.layout import add_storage, lay_out
 from paceline.models.loading import load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.weights import open_weights
 from paceline.runner import padded_rows, startup
-from paceline.state.pages import Pages
+from paceline.state.pages import LayerPages, Pages
 from paceline.state.slots import Slots
 from tests.e2e.engines import draft_model, eagle3, run
 from tests.e2e.ladder import Workshop
-from tests.e2e.test_fixed_steps import build_on_cpu
+from tests.e2e.test_fixed_steps import padded_on_cpu
 from tests.tiny import FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -50,7 +50,8 @@ class Scene:
         torch.manual_seed(1)
         self.model, self.pages = model, Pages(16, 8, 2, 64, CPU)
         self.slots = Slots(2, 64, 0, VOCAB, CPU)
-        self.layers = add_pages(self.pages, model.spec, torch.float32)
+        layers = add_storage(self.pages, model.spec, torch.float32)
+        self.layers = [x for x in layers if isinstance(x, LayerPages)]
         for x in self.layers:
             x.key_NSH.zero_(), x.value_NSH.zero_()
         self.pages.table_SP[:2, :8] = torch.randperm(16).view(2, 8).int()
@@ -119,7 +120,7 @@ def test_prompts_leave_the_last_layers_early(
         return make(batch, entry_N, *more)
 
     monkeypatch.setattr(padded_rows, "wanted_entries", watched)
-    monkeypatch.setattr(startup, "_build_cpu_runner", build_on_cpu)
+    monkeypatch.setattr(startup, "CpuPlatform", padded_on_cpu)
     spec = {"none": None, "draft_model": draft_model(workshop, 1), "eagle3": eagle3(workshop, 1)}
     params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
     run(workshop, [[5 + i % 40 for i in range(100)]], params, spec[drafter])

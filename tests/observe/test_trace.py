@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from docs.draw_trace import read_chrome_trace
 from paceline.cli import main
 from paceline.observe.trace import (
     LANES,
     Span,
     TraceRing,
     chrome_trace,
-    read_chrome_trace,
     unpack_spans,
     write_chrome_trace,
 )
@@ -27,13 +27,13 @@ from tests.fakes import runner_info
 
 def test_the_ring_keeps_the_newest_spans_in_order() -> None:
     ring = TraceRing(capacity=4)
-    assert unpack_spans(ring.packed()) == []
+    assert unpack_spans(ring.take()) == []
     for step in range(1, 4):
         ring.add("plan", step, step, step + 0.5)
-    assert [span.step for span in unpack_spans(ring.packed())] == [1, 2, 3]
+    assert [span.step for span in unpack_spans(ring.take())] == [1, 2, 3]
     for step in range(4, 11):
         ring.add("device", step, step, step + 0.5)
-    spans = unpack_spans(ring.packed())
+    spans = unpack_spans(ring.take())
     assert spans == [Span("device", step, step, step + 0.5) for step in (7, 8, 9, 10)]
 
 
@@ -70,9 +70,9 @@ def test_every_stage_of_every_step_is_recorded_in_its_order(depth: int) -> None:
     harness = Harness(runner_info(max_k=2), depth=depth)
     harness.add(request(1, [1, 2, 3, 4, 5], max_tokens=30))
     ring = TraceRing()
-    harness.engine._watch.trace = ring
+    harness.engine.watch.trace = ring
     harness.run()
-    spans = unpack_spans(ring.packed())
+    spans = unpack_spans(ring.take())
     lanes: dict[int, dict[str, Span]] = defaultdict(dict)
     for span in spans:
         assert span.end_s >= span.start_s
@@ -93,7 +93,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
     harness = Harness(runner_info(), depth=1)
     harness.add(request(1, [1, 2, 3], max_tokens=5))
     harness.run()
-    assert harness.engine._watch.trace is None
+    assert harness.engine.watch.trace is None
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])

@@ -8,8 +8,9 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.parallel.placement import RankPlace
-from paceline.runner.finding import Progress
-from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.runner.load_models import Progress
+from paceline.runner.platform_cuda import CudaPlatform
+from paceline.runner.startup import build_on
 from paceline.step import Runner
 
 FIXED = f"{__name__}:build_fixed"
@@ -20,4 +21,4 @@ def build_fixed(config: EngineConfig, progress: Progress, place: RankPlace) -> R
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=False))
-    return build_fixed_runner(sized, progress, place, torch.device("cpu"))
+    return build_on(CudaPlatform(torch.device("cpu")), sized, progress, place)

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -32,14 +33,27 @@ _HIGH = 700  # descriptors move up here before they get their numbers
 _MAX_BYTES = 1 << 16
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a prepared process has imported, and which variables it was started with."""
+
+    modules: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+RANKS = Prepared(("paceline.engine.worker", "paceline.runner.startup"))
+
+
 class Nursery:
     """The prepared process. It has one thread, so that forking it is safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tests.parallel.forks", str(theirs.fileno())]
+        command += prepared.modules
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment |= dict(prepared.environment)
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
@@ -56,9 +70,9 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
-    """The one of this process, from when it is first needed to the end."""
-    made = Nursery()
+def nursery(prepared: Prepared) -> Nursery:
+    """One of this process for each preparation, from when it is first needed to the end."""
+    made = Nursery(prepared)
     atexit.register(made.close)
     return made
 
@@ -72,7 +86,7 @@ class Forked:
         *arguments: Any,
         keywords: Mapping[str, Any] | None = None,
         descriptors: Sequence[tuple[int, int]] = (),
-        environment: Mapping[str, str] | None = None,
+        prepared: Prepared = RANKS,
     ) -> None:
         """`descriptors`: pairs of one that is open here and the number that it gets there."""
         question = {
@@ -80,14 +94,14 @@ class Forked:
             "arguments": arguments,
             "keywords": dict(keywords or {}),
             "numbers": [number for _, number in descriptors],
-            "environment": dict(environment or {}),
         }
-        self.pid: int = nursery().ask(question, [here for here, _ in descriptors])
+        self._nursery = nursery(prepared)
+        self.pid: int = self._nursery.ask(question, [here for here, _ in descriptors])
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = nursery().ask({"poll": self.pid})
+            self.returncode = self._nursery.ask({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -128,10 +142,9 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
-def _serve(control: socket.socket) -> None:
-    import paceline.engine.worker
-    import paceline.runner.startup  # noqa: F401
-
+def _serve(control: socket.socket, modules: Sequence[str]) -> None:
+    for name in modules:
+        import_module(name)
     codes: dict[int, int] = {}
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _MAX_BYTES, 64)
@@ -164,7 +177,6 @@ def _become(control: socket.socket, question: dict[str, Any], got: list[int]) ->
         for number, fd in zip(question["numbers"], high, strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        os.environ.update(question["environment"])
         module, _, name = question["function"].partition(":")
         getattr(import_module(module), name)(*question["arguments"], **question["keywords"])
         code = 0
@@ -178,4 +190,4 @@ def _become(control: socket.socket, question: dict[str, Any], got: list[int]) ->
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -16,6 +16,7 @@ from paceline.engine.client import EngineClient
 from paceline.engine.launch import DEFAULT_FACTORY
 from tests.e2e.ladder import Rung, Workshop, options_of, run_prompts
 from tests.parallel.factories import FIXED
+from tests.tiny import FOUR_KEY_HEADS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -51,6 +52,30 @@ class LayoutRung:
         whole = "-draft_tp1" if self.draft_tp == 1 else ""
         exchange = "-alltoall" if self.exchange == "alltoall" else ""
         return f"{self.layout}{exchange}{whole}{shapes}-{self.rung}"
+
+
+def hybrid_rungs() -> list[LayoutRung]:
+    """Recurrent layers in every layout: cut by heads; with experts where they are spread; with the
+    MTP head whole and cut."""
+    rungs: list[LayoutRung] = []
+    for i, layout in enumerate(LAYOUTS):
+        families = {"tp4": FOUR_KEY_HEADS, "tp2": "qwen3.5", "dp2": "qwen3.5", "dp4": "qwen3-next"}
+        drafter = "none" if layout in ("tp4", "dp4") else "mtp"
+        rung = Rung(
+            family=families.get(layout, "qwen3.5-moe"),
+            run_ahead=(i + 1) % 3,
+            drafter=drafter,
+            k=(3, 2, 1)[i % 3],
+            request_k="mixed" if i == 7 else "all",
+            chunk=(16, 37)[i % 2],
+            prefix_cache=True,
+            pool=("roomy", "tight")[i % 2],
+            block_size=(4, 16)[i % 2],
+        )
+        exchange = ("allgather_reducescatter", "alltoall")[i % 2]
+        for draft_tp in (None, 1) if cuts_draft(layout, drafter) else (None,):
+            rungs.append(LayoutRung(layout, rung, exchange, draft_tp, i % 4 > 1))
+    return rungs
 
 
 def families_for(layout: str, drafter: str) -> tuple[str, ...]:
@@ -108,6 +133,26 @@ def few_rungs() -> list[LayoutRung]:
                 )
             )
     return rungs
+
+
+def block_rungs() -> list[LayoutRung]:
+    """Block drafters: each under some layout, cut and whole, in both kinds of steps."""
+    chosen = [
+        ("dp2-ep", "dflash", False, False),
+        ("tp2", "dflash", True, False),
+        ("tp2", "dflash2", False, True),
+        ("tp2-ep", "dspark", False, False),
+        ("tp2", "dspark-gated", True, True),
+        ("dp2-ep", "pard", False, False),
+        ("dp2-ep", "peagle", True, False),
+        ("tp2-dp2-ep", "dflash", False, False),
+        ("dp2", "dspark", True, False),
+        ("tp2", "pard", False, False),
+    ]
+    return [
+        rung_of(layout, drafter, i % 3, is_fixed=is_fixed, is_whole=is_whole, seed=i)
+        for i, (layout, drafter, is_fixed, is_whole) in enumerate(chosen)
+    ]
 
 
 def all_rungs() -> list[LayoutRung]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine, run_engine
-from paceline.engine.messages import Drain, StepMessage, decode, encode, encode_submit
+from paceline.engine.messages import Control, StepMessage, decode, encode, encode_submit
 from paceline.parallel.placement import layout_of
 from paceline.request import EngineRequest, SamplingParams
 from paceline.runner.startup import build_runner
@@ -37,9 +37,9 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
         nonlocal accepted
         message = decode(data)
         if isinstance(message, StepMessage):
-            accepted += int(message.num_accepted_B.sum())
-            for row, uid in enumerate(message.uid_B.tolist()):
-                found = message.token_BW[row, : message.count_B[row]].tolist()
+            accepted += int(message.result.num_accepted_B.sum())
+            for row, uid in enumerate(message.result.uid_B.tolist()):
+                found = message.result.token_BW[row, : message.result.count_B[row]].tolist()
                 tokens.setdefault(uid, []).extend(found)
 
     engine = Engine(runner, config, take)
@@ -55,7 +55,7 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
     for uid, (prompt, most, k) in enumerate(asked["requests"][rank], start=1):
         params = SamplingParams(temperature=0, max_tokens=most, num_speculative_tokens=k, seed=0)
         inbox.put(encode_submit(EngineRequest(uid, prompt, params, eos_token_ids=(2,))))
-    inbox.put(encode(Drain()))
+    inbox.put(encode(Control.DRAIN))
     run_engine(engine, inbox)
     runner.close()  # drafting goes on after the last result
     return {

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.parallel.collectives import Group
 from paceline.parallel.placement import RankPlace
-from paceline.runner.finding import Loader, Progress
+from paceline.runner.load_models import Loader, Progress
 from paceline.runner.startup import build_runner
 from paceline.step import InFlightStep, Runner, StepPlan
 from tests.parallel.factories import build_fixed

@@ -7,7 +7,26 @@ import pytest
 from paceline import LLM, SamplingParams
 from tests.e2e.engines import tokens
 from tests.e2e.ladder import PROMPTS, Workshop
-from tests.parallel.layouts import LayoutRung, all_rungs, few_rungs, run_layout
+from tests.parallel.layouts import (
+    LayoutRung,
+    all_rungs,
+    block_rungs,
+    few_rungs,
+    hybrid_rungs,
+    run_layout,
+)
+from tests.tiers import first_or_more
+
+# One rung of each way to spread a model, and one of all ways together, on as few ranks as it takes.
+FIRST = {
+    ("tp2", "draft_model"),
+    ("dp2", "none"),
+    ("tp2-ep", "eagle3"),
+    ("dp2-ep", "eagle"),
+    ("tp2-dp2-ep", "ngram"),
+}
+FEW = first_or_more(few_rungs(), lambda what: (what.layout, what.rung.drafter) in FIRST)
+BLOCKS = first_or_more(block_rungs(), lambda what: what == block_rungs()[0])
 
 pytestmark = pytest.mark.usefixtures("_forks")
 
@@ -20,8 +39,25 @@ def check(what: LayoutRung, workshop: Workshop) -> None:
 
 
 @pytest.mark.trap("C1", "C15", "L-4", "L-7", "I2", "I3", "I5", "I7", "I8")
-@pytest.mark.parametrize("what", few_rungs(), ids=str)
+@pytest.mark.parametrize("what", FEW, ids=str)
 def test_greedy_tokens_equal_the_reference(what: LayoutRung, workshop: Workshop) -> None:
+    check(what, workshop)
+
+
+@pytest.mark.parametrize("what", BLOCKS, ids=str)
+def test_block_drafters_draft_on_every_layout(what: LayoutRung, workshop: Workshop) -> None:
+    check(what, workshop)
+
+
+def is_first_hybrid(what: LayoutRung) -> bool:
+    return what.layout in ("tp2", "dp2-ep") and what.draft_tp is None
+
+
+@pytest.mark.trap("C8")
+@pytest.mark.parametrize("what", first_or_more(hybrid_rungs(), is_first_hybrid), ids=str)
+def test_greedy_tokens_of_recurrent_models_equal_the_reference(
+    what: LayoutRung, workshop: Workshop
+) -> None:
     check(what, workshop)
 
 

@@ -52,7 +52,11 @@ def run(folder: Path, asked: list[Asked], **values: Any) -> list[dict[str, Any]]
 @pytest.mark.trap("C1", "C2", "C6", "C7", "L-4", "L-6", "I1", "I4", "I24")
 @pytest.mark.parametrize(
     ("drafter", "family", "depth"),
-    [("mtp", "deepseek-v3", 1), ("draft_model", "mixtral", 0), ("eagle", "mixtral", 2)],
+    [
+        ("mtp", "deepseek-v3", 1),
+        pytest.param("draft_model", "mixtral", 0, marks=pytest.mark.more),
+        pytest.param("eagle", "mixtral", 2, marks=pytest.mark.more),
+    ],
 )
 def test_all_ranks_run_the_same_phases_and_agree_once_per_step(
     drafter: str, family: str, depth: int, workshop: Workshop, tmp_path: Path
@@ -90,11 +94,11 @@ def test_all_ranks_run_the_same_phases_and_agree_once_per_step(
 @pytest.mark.parametrize(
     ("drafter", "family"),
     [
-        ("ngram", "mixtral"),
+        pytest.param("ngram", "mixtral", marks=pytest.mark.more),
         ("draft_model", "mixtral"),
-        ("eagle", "mixtral"),
-        ("eagle3", "qwen3-moe"),
-        ("mtp", "deepseek-v3"),
+        pytest.param("eagle", "mixtral", marks=pytest.mark.more),
+        pytest.param("eagle3", "qwen3-moe", marks=pytest.mark.more),
+        pytest.param("mtp", "deepseek-v3", marks=pytest.mark.more),
     ],
 )
 def test_as_many_drafts_are_accepted_as_on_one_rank(

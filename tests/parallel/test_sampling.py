@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline import RequestOutput, SamplingParams
+from tests.drafters.test_other_vocabulary import permuted_draft
+from tests.drafters.test_other_vocabulary import spec_of as other_vocabulary
 from tests.e2e.engines import NGRAM, draft_model, tiny_llm, tokens
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.parallel.layouts import open_ranks
+from tests.tiers import first_or_more
 
 pytestmark = pytest.mark.usefixtures("_forks")
 
@@ -59,7 +63,9 @@ CASES = [
     Case("greedy"),
     Case("probabilistic", has_fixed_shapes=True),
     Case("probabilistic", 1),
+    Case("coupled"),
 ]
+EACH = first_or_more(CASES, lambda case: case.has_fixed_shapes)
 
 
 def params() -> list[SamplingParams]:
@@ -97,7 +103,7 @@ def assert_close(found: Sequence[Any] | None, expected: Sequence[Any] | None) ->
         assert len(one.keys() ^ other.keys()) <= 2, "only ties at the end may differ"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH, ids=str)
 def test_two_ranks_sample_the_tokens_of_one(case: Case, workshop: Workshop) -> None:
     """One-hot drafts change no token, so all of them are compared with a run without drafts. With
     sampled drafts one rank has to draft alike: same seeds, same K, no preemption."""
@@ -154,3 +160,27 @@ def test_a_replica_that_scores_a_prompt_takes_the_others_along(workshop: Worksho
         found = llm.generate([prompt, prompt, prompt], [scored, plain, plain], use_tqdm=False)
     assert tokens(found) == [tokens(alone)[0]] * 3
     assert len(found[0].prompt_logprobs or ()) == len(prompt["prompt_token_ids"])
+
+
+@pytest.mark.more
+def test_a_draft_of_another_vocabulary_is_masked_on_every_rank(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    target, draft = permuted_draft(workshop, tmp_path, missing=9)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    values = {
+        "model": target,
+        "speculative_config": other_vocabulary(draft),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": 2,
+        "cpu_threads": 1,
+        **ROOMY,
+    }
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS[:4]]
+    with tiny_llm(workshop, None, **ROOMY) as llm:
+        alone = llm.generate(prompts, greedy, use_tqdm=False)
+    with open_ranks(values) as llm:
+        found = llm.generate(prompts, greedy, use_tqdm=False)
+    assert tokens(found) == tokens(alone)
+    assert sum(o.metrics.num_accepted_tokens for o in found) > 0

@@ -1,6 +1,6 @@
 """The commands of the design as a user types them, on tiny models of those families.
 
-A real server, two ranks that share their experts, the official client.
+A real server, ranks that share layers or experts, the official client.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def ask(client: openai.OpenAI, model: Path, prompt: str) -> Answer:
     return choice.text, choice.model_dump()["token_ids"]
 
 
-def check(process: ServerProcess, model: Path, expected: list[Answer]) -> None:
-    """Eight at once, one alone while the other rank has nothing, and an end without a word."""
-    assert len(process.pids) == 3, "a front and two ranks"
+def check(
+    process: ServerProcess, model: Path, expected: list[Answer], *, num_ranks: int = 2
+) -> None:
+    """Eight at once, one alone while other replicas have nothing, and an end without an error."""
+    assert len(process.pids) == 1 + num_ranks, "a front and its ranks"
     url = f"http://127.0.0.1:{process.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         with ThreadPoolExecutor(8) as workers:
@@ -82,16 +84,45 @@ def test_mixtral_with_an_eagle_head_serves_as_the_design_says(tmp_path: Path) ->
         check(process, folder, answers)
 
 
-@pytest.mark.trap("C1")
-def test_glm_flash_with_its_mtp_layer_serves_as_the_design_says(tmp_path: Path) -> None:
-    plain, folder = tmp_path / "plain", tmp_path / "glm"
-    target = save_served(plain, "glm4-moe-lite")
+def serve_with_mtp(
+    tmp_path: Path, family: str, ranks: str, *, num_ranks: int = 2, **spec: Any
+) -> None:
+    plain, folder = tmp_path / "plain", tmp_path / "model"
+    target = save_served(plain, family)
     answers = plain_answers(plain)
     known = [tokens for _, tokens in answers]
     save_mtp(folder, plain, train(random_mtp(target), target, known, num_steps=NUM_TRAINED))
-    spec = {"method": "mtp", "num_speculative_tokens": 2}
-    ranks = "--data-parallel-size 2 --enable-expert-parallel --check-collectives"
+    spec = {"method": "mtp", "num_speculative_tokens": 2, **spec}
     arguments = ["serve", str(folder), *ranks.split(), "--speculative-config", json.dumps(spec)]
     with started([*arguments, "--port", "0"], tmp_path / "log") as process:
         process.await_ready()
-        check(process, folder, answers)
+        check(process, folder, answers, num_ranks=num_ranks)
+
+
+@pytest.mark.trap("C1")
+@pytest.mark.more
+def test_glm_flash_with_its_mtp_layer_serves_as_the_design_says(tmp_path: Path) -> None:
+    ranks = "--data-parallel-size 2 --enable-expert-parallel --check-collectives"
+    serve_with_mtp(tmp_path, "glm4-moe-lite", ranks)
+
+
+TP2, DP2_EP = "--tensor-parallel-size 2", "--data-parallel-size 2 --enable-expert-parallel"
+
+
+@pytest.mark.trap("C8")
+@pytest.mark.parametrize(
+    ("family", "ranks", "num_ranks", "draft_tp"),
+    [
+        ("qwen3.5-moe", DP2_EP, 2, None),
+        pytest.param("qwen3.5", TP2, 2, None, marks=pytest.mark.more),
+        pytest.param("qwen3.5", TP2, 2, 1, marks=pytest.mark.more),
+        pytest.param("qwen3.5", TP2, 2, 2, marks=pytest.mark.more),
+        pytest.param("qwen3.5-moe", f"{TP2} {DP2_EP}", 4, 1, marks=pytest.mark.more),
+        pytest.param("qwen3.5-moe", f"{TP2} {DP2_EP}", 4, 2, marks=pytest.mark.more),
+    ],
+)
+def test_qwen35_with_its_mtp_head_serves_as_the_design_says(
+    tmp_path: Path, family: str, ranks: str, num_ranks: int, draft_tp: int | None
+) -> None:
+    spec = {} if draft_tp is None else {"draft_tensor_parallel_size": draft_tp}
+    serve_with_mtp(tmp_path, family, ranks, num_ranks=num_ranks, **spec)

@@ -19,19 +19,20 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig
-from paceline.engine import engine as loop
+from paceline.engine import loop_state
 from paceline.engine.engine import Engine, run_engine
-from paceline.engine.messages import Drain, StepMessage, Wake, decode, encode, encode_submit
+from paceline.engine.messages import Control, StepMessage, Wake, decode, encode, encode_submit
 from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
 from paceline.parallel.groups import Groups
 from paceline.parallel.placement import ONLY_RANK
-from paceline.runner import startup_cuda
+from paceline.runner import startup
 from paceline.runner.graphs import GraphKey
+from paceline.runner.platform_cuda import CudaPlatform
 from paceline.runner.ranks import Ranks
 from paceline.runner.runner import StepRunner
 from paceline.runner.shapes import Buckets
-from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.runner.startup import build_on
 from paceline.sampling.verify import SamplingMode
 from paceline.step import StepSize
 from tests.e2e.loop import request
@@ -84,10 +85,11 @@ class Replica:
     def take(self, data: bytes) -> None:
         message = decode(data)
         if isinstance(message, StepMessage):
-            for row, uid in enumerate(message.uid_B.tolist()):
-                count = int(message.count_B[row])
-                self.tokens.setdefault(uid, []).extend(message.token_BW[row, :count].tolist())
-                if message.done_B[row]:
+            result = message.result
+            for row, uid in enumerate(result.uid_B.tolist()):
+                count = int(result.count_B[row])
+                self.tokens.setdefault(uid, []).extend(result.token_BW[row, :count].tolist())
+                if result.done_B[row]:
                     self.done.add(uid)
 
     def ask(self, uid: int, **params: Any) -> None:
@@ -100,7 +102,7 @@ def pair(config: EngineConfig) -> Iterator[list[Replica]]:
     table = Table(2)
     made = []
     for place in range(2):
-        runner: Any = build_fixed_runner(config, lambda stage, share: None, device=CPU)
+        runner: Any = build_on(CudaPlatform(CPU), config, lambda stage, share: None)
         runner.lockstep = TableLockstep(table, place)
         captures = runner._captures
         captures._graphs = KeptKeys(runner)
@@ -121,7 +123,7 @@ def pair(config: EngineConfig) -> Iterator[list[Replica]]:
     try:
         yield made
         for replica in made:
-            replica.inbox.put(encode(Drain()))
+            replica.inbox.put(encode(Control.DRAIN))
     finally:
         for thread in threads:
             thread.join(PATIENCE_S)
@@ -161,7 +163,7 @@ def test_an_idle_replica_replays_the_graphs_of_the_busy_one(folder: Path, target
         assert (busy.runner.num_eager, idle.runner.num_eager) == (0, 0)
         assert busy.graphs.replayed == idle.graphs.replayed
         shapes = {(key.shape.is_uniform, key.shape.k, key.mode) for key in idle.graphs.replayed}
-        assert shapes >= {(True, 2, tail) for tail in SamplingMode}
+        assert shapes >= {(True, 2, mode) for mode in SamplingMode}
         assert any(not key.shape.is_uniform for key in idle.graphs.replayed)
         assert not idle.tokens
         busy.ask(4, max_tokens=5, prompt_logprobs=1)
@@ -175,7 +177,7 @@ def test_an_idle_replica_replays_the_graphs_of_the_busy_one(folder: Path, target
 def test_replicas_capture_the_same_graphs_in_the_same_order_and_then_serve(
     folder: Path, target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SPARE_AFTER_S", 0.01)
+    monkeypatch.setattr(loop_state, "SPARE_AFTER_S", 0.01)
     with pair(config_of(folder)) as replicas:
         captures = replicas[0].runner._captures
         assert captures is not None
@@ -190,18 +192,18 @@ def test_replicas_capture_the_same_graphs_in_the_same_order_and_then_serve(
 
 @pytest.mark.trap("C4")
 @pytest.mark.parametrize("k", range(8))
-@pytest.mark.parametrize("tail", SamplingMode)
-def test_an_empty_extent_changes_nothing_that_was_agreed(k: int, tail: SamplingMode) -> None:
+@pytest.mark.parametrize("mode", SamplingMode)
+def test_an_empty_step_size_changes_nothing_that_was_agreed(k: int, mode: SamplingMode) -> None:
     buckets = Buckets.of(max_rows=64, max_tokens=512, max_k=k)
     for rows in range(1, 65):
         width = k + 1
-        own = StepSize(rows * width, 2 * rows, rows, k, tail)
+        own = StepSize(rows * width, 2 * rows, rows, k, mode)
         agreed = StepSize.joined([StepSize(), own, StepSize()])
         assert agreed == own
         shape = buckets.shape_of(agreed)
         assert shape == buckets.shape_of(own)
         assert shape.is_uniform
-        assert (shape.k, agreed.tail, agreed.has_graph) == (k, tail, True)
+        assert (shape.k, agreed.sampling_mode, agreed.has_graph) == (k, mode, True)
         assert buckets.is_captured(shape)
 
 
@@ -239,10 +241,10 @@ def test_every_k_starts_at_every_tensor_parallel_size(
     common."""
     wire: Any = None if size == 1 else Mirror(size)
     groups = Groups(tp=Group("tp", range(size), 0, Contract(), wire))
-    monkeypatch.setattr(startup_cuda, "open_ranks", lambda *_: Ranks(ONLY_RANK, groups, groups))
+    monkeypatch.setattr(startup, "open_ranks", lambda *_: Ranks(ONLY_RANK, groups, groups))
     for k in range(1, 8):
         config = config_of(folder, k, max_num_seqs=3, max_num_batched_tokens=32)
-        runner: Any = build_fixed_runner(config, lambda stage, share: None, device=CPU)
+        runner: Any = build_on(CudaPlatform(CPU), config, lambda stage, share: None)
         shapes = list(runner._captures._buckets.decode_shapes(k))
         assert {s.rows for s in shapes} == {1, 2, 3}
         for shape in shapes:

@@ -49,8 +49,13 @@ def test_replicas_step_together_where_some_model_has_experts_on_other_replicas(
 
 def gpu_of(rank: int, num_gpus: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    config = EngineConfig.from_keywords(model="m", **options)
-    return cuda_device(config, RankPlace(rank, Layout(2, 2)))
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    config = EngineConfig.from_keywords(model="m", **sizes, **options)
+    # Replicas that share nothing: each is a layout of its own.
+    where = RankPlace(rank % 2, Layout(2), first_rank=rank - rank % 2, num_others=2)
+    spread = cuda_device(config, RankPlace(rank, Layout(2, 2, spreads_experts=True)))
+    assert cuda_device(config, where) == spread
+    return spread
 
 
 def test_every_rank_has_a_gpu_of_its_own_or_shares_when_asked_to(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from paceline.errors import CollectiveError
+from paceline.kernels.step_rows import StepShape
 from paceline.parallel.contract import CollectiveLog, Contract
 from paceline.runner.captures import Captures
+from paceline.runner.graphs import GraphKey, Graphs, Part
 from paceline.runner.runner import StepRunner
 from paceline.runner.shapes import Buckets
 from paceline.sampling.verify import SamplingMode
@@ -77,6 +81,68 @@ def test_kernels_of_prompts_and_of_sampling_are_compiled_before_anybody_asks() -
     assert {sampled, *prompts} <= set(rest)
     _, only = captures_of(Buckets.of(4, 24, 0)).soon_met()
     assert only.shape.tokens == 24
+
+
+class RecordedGraphs(Graphs):
+    """Captures nothing, and remembers what it was asked for."""
+
+    def __init__(self, run: Callable[[GraphKey], None]) -> None:
+        self._run = run
+        self._graphs: dict[GraphKey, Any] = {}
+        self.replayed: list[GraphKey] = []
+        self.num_replays = 0
+
+    def capture(self, key: GraphKey) -> None:
+        self._run(key)
+        self._graphs[key] = None
+
+    def replay(self, key: GraphKey) -> None:
+        self.replayed.append(key)
+
+
+def recorded(buckets: Buckets) -> tuple[Captures, RecordedGraphs, list[GraphKey]]:
+    ran: list[GraphKey] = []
+    graphs = RecordedGraphs(ran.append)
+    return Captures(ran.append, lambda entry: None, buckets, graphs, compiles=False), graphs, ran
+
+
+def test_the_halves_of_a_late_step_are_captured_together_after_both_have_run() -> None:
+    captures, graphs, ran = recorded(Buckets.of(4, 64, 0, window_k=7))
+    shape = StepShape(4, 32, 7, True)
+    a, b = (GraphKey(shape, SamplingMode.FULL, part) for part in (Part.A, Part.B))
+    assert not captures.replay(a)
+    assert len(graphs) == 0, "B reads what this run of A has left"
+    assert not captures.replay(b)
+    assert ran == [a, b, a, b]
+    assert captures.replay(a)
+    assert captures.replay(b)
+    assert (graphs.replayed, len(ran)) == ([a, b], 4)
+
+
+def test_wide_and_late_steps_are_captured_in_spare_time_once_one_was_met() -> None:
+    captures, graphs, _ = recorded(Buckets.of(4, 64, 2, window_k=7))
+    first, rest = captures.keys()
+    assert {key.shape.k for key in (*first, *rest)} == {0, 2}
+    assert {key.part for key in (*first, *rest)} == {Part.WHOLE}
+    captures.prepare(lambda key: None, lambda stage, share: None)
+    while captures.capture_next(lambda key: None):
+        pass
+    num_before = len(graphs)
+    late = GraphKey(StepShape(4, 32, 7, True), SamplingMode.FULL, Part.A)
+    captures.meet(late)
+    assert captures.has_more
+    while captures.capture_next(lambda key: None):
+        pass
+    captures.meet(late)
+    assert not captures.has_more
+    assert graphs.find(late) is not None
+    assert graphs.find(replace(late, part=Part.B)) is not None
+    new = list(graphs._graphs)[num_before:]
+    assert {(key.shape.k, key.mode) for key in new} == {(7, SamplingMode.FULL)}
+    captures.meet(GraphKey(StepShape(4, 32, 7, True), SamplingMode.GREEDY))
+    while captures.capture_next(lambda key: None):
+        pass
+    assert graphs.find(GraphKey(StepShape(1, 8, 7, True), SamplingMode.GREEDY)) is not None
 
 
 def captures_of(buckets: Buckets) -> Captures:

@@ -55,11 +55,11 @@ def test_a_draft_model_with_another_vocabulary_is_refused_with_both_sizes(folder
         build(folder, speculative_config=draft(folder, "other_vocabulary"))
 
 
-def test_the_shorter_of_two_models_sets_the_length(folder: Path) -> None:
-    spec = draft(folder, "short")
-    assert build(folder, speculative_config=spec).info.max_model_len == 64
-    with pytest.raises(ConfigError, match="max_model_len 100 is more than the 64 positions"):
-        build(folder, speculative_config=spec, max_model_len=100)
+def test_a_shorter_draft_limits_the_drafts_and_not_the_target(folder: Path) -> None:
+    info = build(folder, speculative_config=draft(folder, "short")).info
+    assert (info.max_model_len, info.draft_max_len) == (256, 64)
+    with pytest.raises(ConfigError, match="max_model_len 300 is more than the 256 positions"):
+        build(folder, speculative_config=draft(folder, "short"), max_model_len=300)
 
 
 @pytest.mark.trap("I23")
@@ -176,7 +176,7 @@ def test_the_cache_is_sized_by_the_memory_that_doctor_reports(
     """Not by what is free: a warm page cache leaves next to nothing of that."""
     available = 1 << 17
     memory = HostMemory(total=1 << 30, available=available)
-    for module in ("runner.startup", "commands.doctor"):
+    for module in ("runner.platform_cpu", "commands.doctor"):
         monkeypatch.setattr(f"paceline.{module}.host_memory", lambda: memory)
     info = build(folder, max_num_seqs=64).info
     assert available // 4 < info.kv_cache_bytes <= available // 2

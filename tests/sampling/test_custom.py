@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError
 from paceline.request import Done, EngineRequest, SamplingParams
 from paceline.sampling.custom import CustomProcessors
 from tests.sampling.simulation import NoiseModel, Simulation, one_by_one
@@ -31,13 +31,6 @@ VOCAB = 20
 def test_processor_that_cannot_be_loaded_is_refused_at_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CustomProcessors([name], VOCAB, CPU)
-
-
-def test_request_that_names_an_unloaded_processor_is_invalid() -> None:
-    processors = CustomProcessors([f"{HERE}:Only"], VOCAB, CPU)
-    with pytest.raises(InvalidRequest, match="not loaded") as raised:
-        processors.assign(0, [f"{HERE}:BanLastToken"], None)
-    assert raised.value.param == "logits_processors"
 
 
 def request(

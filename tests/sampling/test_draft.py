@@ -94,8 +94,38 @@ def test_drafts_differ_by_position_and_from_the_targets_own_noise() -> None:
     assert int((drafts == target).sum()) < 30  # 8 expected; equal noise would give 200
 
 
+def test_coupled_drafts_are_the_targets_own_draws_where_both_say_the_same() -> None:
+    """By the target's ids, also from a smaller vocabulary, and every draft of a window."""
+    slots = Slots(4, 4000, 3, VOCAB, torch.device("cpu"))  # keeps no distributions
+    slots.seed_S2[:, 0] = torch.arange(5, dtype=torch.int32) * 7
+    slots.max_len_S.fill_(4000)
+    slots.temperature_S[:4] = torch.tensor([0.0, 1.0, 0.7, 1.0])
+    slots.top_p_S[2] = 0.8
+    slots.top_k_S[3] = 5
+    slot, position = torch.arange(4).repeat(500), torch.arange(2000, dtype=torch.int32)
+    logits = some_logits(2000)
+    kept = torch.arange(0, VOCAB, 2)
+    logits[:, 1::2] = -torch.inf  # the target too says only what the draft can
+    width, none = torch.ones(2000, dtype=torch.int64), torch.empty((2000, 0), dtype=torch.int32)
+    window = WindowRows.packed(slot, width, none, position)
+    target = accept(logits, window, slots, mode=SamplingMode.SAMPLE).token_BW[:, 0]
+    for j in (0, 2):
+        drafts = propose_tokens(logits, slot, position, j, slots)
+        assert drafts.dtype == torch.int32
+        assert torch.equal(drafts, target)
+        narrow = logits[:, kept].contiguous()
+        mapped = propose_tokens(narrow, slot, position, j, slots, draft_to_target_ids=kept)
+        assert torch.equal(mapped, target)
+    # Of another opinion, they agree more often than independent draws would: the sum of p * q.
+    other = some_logits(2000).roll(1, 0)
+    drafts = propose_tokens(other, slot, position, 0, slots)
+    is_drawn = slot == 1
+    p, q = logits[is_drawn].softmax(-1), other[is_drawn].softmax(-1)
+    assert float((drafts == target)[is_drawn].double().mean()) > float((p * q).sum(-1).mean()) * 1.2
+
+
 @pytest.mark.trap("E7")
-def test_broken_draft_logits_harm_nobody() -> None:
+def test_broken_draft_logits_harm_no_request() -> None:
     slots = draft_slots(2)
     slots.temperature_S.fill_(1.0)
     slots.drafts_onehot_S.fill_(False)

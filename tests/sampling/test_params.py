@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import InvalidRequest
 from paceline.kernels.sampling.reference import Knobs, distributions, thresholds
-from paceline.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, EngineRequest, SamplingParams
+from paceline.request import MAX_BAD_WORD_TOKENS, EngineRequest, SamplingParams
 from paceline.sampling.params import mode_of, pack_bits, slot_rows
 from paceline.sampling.verify import SamplingMode
-from paceline.state.slots import BAD_WORDS, LOGPROBS, NUM_EOS_IDS, PENALTIES, Slots
+from paceline.state.slots import BAD_WORDS, LOGPROBS, PENALTIES, Slots
 
 VOCAB = 70
 
@@ -125,24 +124,3 @@ def test_tables_of_unused_features_are_left_out() -> None:
     penalised = rows_of(engine_request(presence_penalty=1.0, logprobs=3, bad_words=((1,),)))
     assert penalised["features_S"] == PENALTIES | LOGPROBS | BAD_WORDS
     assert penalised["repetition_S"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("params", "param", "message"),
-    [
-        ({"bad_words": ((1,),) * (MAX_BAD_WORDS + 1)}, "bad_words", str(MAX_BAD_WORDS)),
-        ({"bad_words": ((1,) * 9,)}, "bad_words", "9 tokens"),
-        ({"bad_words": ((VOCAB,),)}, "bad_words", "0 to 69"),
-        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias", "token id 70"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias", "token id -1"),
-        ({"allowed_token_ids": [3, 99]}, "allowed_token_ids", "token id 99"),
-        ({"stop_token_ids": [99], "min_tokens": 1}, "stop_token_ids", "token id 99"),
-        ({"eos": tuple(range(NUM_EOS_IDS + 1))}, "eos_token_ids", str(NUM_EOS_IDS)),
-    ],
-)
-def test_over_capacity_or_out_of_range_is_an_error_that_says_the_limit(
-    params: dict[str, Any], param: str, message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message) as raised:
-        rows_of(engine_request(**params))
-    assert raised.value.param == param

@@ -53,7 +53,7 @@ check = accept
 
 
 PATTERNS = [[-1, -1, -1], [-1, 4, 5], [4, -1, -1], [4, -1, 6], [4, 5, -1]]
-ALWAYS = Synthetic(torch.ones(3))
+ALWAYS = Synthetic(torch.ones(64, 3))
 
 
 @pytest.mark.trap("E1")
@@ -235,7 +235,7 @@ def test_rates_become_those_of_one_draft_given_the_ones_before(
 
 
 def forced(rates: tuple[float, ...], temperature: float, batch: int = 4000) -> Accepted:
-    """One step of so many windows, each with coins of its own."""
+    """One step of this many windows, each with its own coins."""
     k = len(rates)
     slots = fresh_slots(1, temperature=temperature)
     slots.max_len_S.fill_(2**31 - 1)
@@ -246,7 +246,7 @@ def forced(rates: tuple[float, ...], temperature: float, batch: int = 4000) -> A
         torch.arange(batch, dtype=torch.int32) * 8,
     )
     mode = SamplingMode.SAMPLE if temperature else SamplingMode.GREEDY
-    synthetic = Synthetic(torch.tensor(conditional_rates(rates)))
+    synthetic = Synthetic(torch.tensor([conditional_rates(rates)]))
     return check(torch.zeros(batch * (k + 1), VOCAB), window, slots, mode=mode, synthetic=synthetic)
 
 
@@ -282,7 +282,7 @@ def test_a_rate_of_one_always_accepts_and_a_rate_of_nothing_never_does() -> None
     high, low = rng.uniform(slots.seed_S2[:2], position_2, rng.ACCEPT).tolist()
     assert high == 1 - 2**-24  # the next number is 1
     assert 0 < low < 1e-8
-    synthetic = Synthetic(torch.tensor((1.0, 0.0)))
+    synthetic = Synthetic(torch.tensor(((1.0, 0.0),) * 2))
     window = window_of([[9, 9]] * 2, length=3)
     accepted = check(some_logits(6), window, slots, mode=SamplingMode.GREEDY, synthetic=synthetic)
     assert accepted.num_accepted_B.tolist() == [1, 1]

@@ -182,4 +182,4 @@ def test_late_masks_bind_wherever_the_window_lies(seed: int) -> None:
 @MODES
 @pytest.mark.parametrize("seed", range(4))
 def test_synthetic_acceptance_takes_the_same_drafts(seed: int, mode: SamplingMode) -> None:
-    assert_same(State(seed, mode, MAX_K), mode, synthetic=Synthetic(torch.full((MAX_K,), 0.7)))
+    assert_same(State(seed, mode, MAX_K), mode, synthetic=Synthetic(torch.full((64, MAX_K), 0.7)))

@@ -39,6 +39,7 @@ def accept(
     *,
     mode: SamplingMode = SamplingMode.FULL,
     synthetic: Synthetic | None = None,
+    is_block: bool = False,
     custom: CustomProcessors | None = None,
     late: LateBits | None = None,
 ) -> Accepted:
@@ -56,6 +57,7 @@ def accept(
         slots,
         mode=mode,
         synthetic=synthetic,
+        is_block=is_block,
         extras=Extras(custom, late, results),
     )
     tables = (slots.eos_ids_SE, slots.stop_ids_SE, slots.min_len_S, slots.max_len_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from paceline.scheduler.marks import Marks
 from paceline.scheduler.page_pool import PagePool
 from paceline.scheduler.request_table import RequestTable
 from paceline.scheduler.scheduler import Scheduler
@@ -23,6 +24,23 @@ def check_scheduler(scheduler: Scheduler) -> None:
     owners = Counter(page for live in running for page in live.pages[live.num_freed :])
     assert all(pool.num_refs(page) == owners[page] for page in range(pool.num_pages))
     check_pool(pool)
+    if scheduler._marks is not None:
+        check_snapshots(scheduler._marks, {live.slot for live in running})
+
+
+def check_snapshots(marks: Marks, slots: set[int]) -> None:
+    """Between plans every entry is free, held by a mark of a running request, or known."""
+    pool = marks.pool
+    held = [entry for group in marks._held.values() for _, entry in group]
+    entries = pool._free + held + list(pool._entry_of.values())
+    assert sorted(entries) == list(range(pool.num_entries))
+    assert not pool._fresh
+    assert not pool._lost
+    assert set(marks._held) <= slots
+    assert all(marks._held.values())
+    pages = marks._cache
+    chains = {pages._chain_of[page] for page in pages._page_of.values()}
+    assert chains.issuperset(pool._entry_of), "a snapshot outlived its page"
 
 
 def check_requests(requests: RequestTable) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.config import SpeculativeConfig
 from paceline.scheduler.adaptive import PROBE_K, PROBE_PERIOD, DraftLengths
+from paceline.speculation import SpeculativeConfig
 from paceline.step import StepResult
 from tests.fakes import runner_info
 
@@ -22,9 +22,9 @@ def lengths(*, adaptive: bool = True, pays: bool = False) -> DraftLengths:
 def learn(draft: DraftLengths, steps: int, drafts: int, accepted: int, first: int = 2) -> None:
     for step in range(first, first + steps):
         none = np.zeros(1, np.int32)
-        result = StepResult(
-            step, none, none[:, None], none, none + np.int32(drafts), none + np.int32(accepted)
-        )
+        uids = np.zeros(1, np.int64)
+        counts = none + np.int32(drafts), none + np.int32(accepted)
+        result = StepResult(step, uids, none, none[:, None], none, *counts)
         draft.learn(np.zeros(1, np.intp), draft.wanted(step)[:1], result)
 
 

@@ -16,7 +16,7 @@ def ids(*values: int) -> Ints:
 
 
 def fill(cache: PrefixCache, tokens: Ints) -> list[int]:
-    """Somebody computes `tokens` (whole pages) and keeps the pages."""
+    """A request computes `tokens` (whole pages); its pages stay in the cache."""
     count = len(tokens) // 2
     pages = cache.pool.allocate(count)
     assert pages is not None

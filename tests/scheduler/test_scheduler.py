@@ -189,8 +189,9 @@ def test_every_running_request_is_in_every_step_or_was_preempted_in_it(policy: s
         preempted = set(scheduler.take_events().preempted)
         assert running - preempted <= planned
         assert not preempted & planned
-        emitted = scheduler.commit(plan, runner.launch(plan).wait())
-        running = planned - set(emitted.uid_B[emitted.done_B != 0].tolist())
+        result = runner.launch(plan).wait()
+        scheduler.commit(plan, result)
+        running = planned - set(result.uid_B[result.done_B != 0].tolist())
     assert scheduler.num_unfinished == 0
     assert scheduler.num_preemptions > 3
 
@@ -200,7 +201,7 @@ def test_every_running_request_is_in_every_step_or_was_preempted_in_it(policy: s
 
 def test_a_prompt_longer_than_the_model_is_refused_with_both_numbers() -> None:
     harness = Harness(runner_info(max_model_len=96))
-    with pytest.raises(PromptTooLong, match=r"96 tokens.*serves 96.*--max-model-len"):
+    with pytest.raises(PromptTooLong, match=r"length is 96 .* has 96 tokens.*--max-model-len"):
         harness.engine.add(request(1, prompt(96)))
     harness.add(request(2, prompt(95)))
     harness.run()
@@ -211,7 +212,7 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_its_numbers() -> None:
     harness = Harness(runner_info(num_pages=5, page_size=4, max_model_len=96, max_k=2))
     longest = harness.engine.scheduler.max_len - 1
     assert longest == 5 * 4 - 2 - 2
-    with pytest.raises(PromptTooLong, match=r"17 tokens.*5 pages of 4.*--kv-cache-memory-bytes"):
+    with pytest.raises(PromptTooLong, match=r"17 tokens.*room for 16.*--kv-cache-memory-bytes"):
         harness.engine.add(request(1, prompt(longest + 1)))
     stream = harness.add(request(2, prompt(longest), max_tokens=None))
     harness.run()
@@ -393,9 +394,8 @@ def test_a_row_with_drafts_and_no_output_moves_no_counter_below_zero() -> None:
         zeros = np.zeros(len(counts), np.int32)
         tokens = np.full((len(counts), plan.k + 1), -1, np.int32)
         tokens[:, : counts[0]] = 7
-        return StepResult(
-            plan.step, np.array(counts, np.int32), tokens, zeros, np.array(drafts, np.int32), zeros
-        )
+        count_B, num_drafts_B = np.array(counts, np.int32), np.array(drafts, np.int32)
+        return StepResult(plan.step, plan.uid_B, count_B, tokens, zeros, num_drafts_B, zeros)
 
     def planned() -> StepPlan:
         plan = scheduler.plan()
@@ -405,8 +405,9 @@ def test_a_row_with_drafts_and_no_output_moves_no_counter_below_zero() -> None:
     first = planned()
     scheduler.commit(first, result(first, [1], [0]))
     empty, after = planned(), planned()
-    emitted = scheduler.commit(empty, result(empty, [0], [3]))
-    assert emitted.num_accepted_B.tolist() == [0]
+    nothing = result(empty, [0], [3])
+    scheduler.commit(empty, nothing)
+    assert nothing.num_accepted_B.tolist() == [0]
     table = scheduler.table
     slot = int(first.slot_B[0])
     assert table.committed_S[slot] == 6
@@ -423,8 +424,9 @@ def test_results_must_come_in_the_order_of_their_plans() -> None:
     second = scheduler.plan()
     assert second is not None
     zeros = np.zeros(1, np.int32)
+    result = StepResult(2, second.uid_B, zeros, zeros[:, None], zeros, zeros, zeros)
     with pytest.raises(AssertionError, match="out of order"):
-        scheduler.commit(second, StepResult(2, zeros, zeros[:, None], zeros, zeros, zeros))
+        scheduler.commit(second, result)
 
 
 def test_a_uid_cannot_be_added_twice() -> None:

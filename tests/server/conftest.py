@@ -1,4 +1,4 @@
-"""Servers for the tests of this folder: one that answers "Hello" to everybody."""
+"""Servers for the tests of this folder: one that answers "Hello" to every request."""
 
 from __future__ import annotations
 

@@ -13,9 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.assembly import Delta, Generation
+from paceline.engine.outputs import Delta, Generation
 from paceline.engine.stats import EngineStats
-from paceline.errors import ConfigError, EngineDead, InvalidRequest, PromptTooLong
+from paceline.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    PacelineError,
+    PromptTooLong,
+)
 from paceline.request import Logprob, RequestMetrics, SamplingParams
 from paceline.step import RunnerInfo
 from paceline.text.chat import ChatTemplate
@@ -113,8 +119,12 @@ class FakeClient:
         self.default_sampling: Mapping[str, Any] = default_sampling or {}
         self.asked: list[Asked] = []
         self.aborted: list[str] = []
+        self.drained: list[tuple[int, float]] = []
         self.closed = threading.Event()
         self.death: EngineDead | None = None
+        self.on_trace: Callable[[int, bytes], None] | None = None
+        self.spans = b""  # what the next `read_trace` finds
+        self.trace_calls: list[str] = []
         self._open: dict[str, Asked] = {}
         self._allowed = 0 if by_hand else 1 << 60
         self._lock = threading.Lock()
@@ -160,8 +170,10 @@ class FakeClient:
         params: SamplingParams,
         *,
         on_deltas: Callable[[list[Delta]], None],
+        on_error: Callable[[PacelineError], None] | None = None,
         prompt: str | None = None,
         priority: int = 0,
+        replica: int | None = None,
     ) -> Generation:
         self.check(prompt_token_ids, params)
         metrics = RequestMetrics(arrival_time=time.monotonic())
@@ -179,6 +191,22 @@ class FakeClient:
         with self._lock:
             if self._open.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
+
+    def drain_rank(self, rank: int, grace_s: float) -> None:
+        if rank:
+            raise InvalidRequest(f"There is no rank {rank}.", param="rank")
+        self.drained.append((rank, grace_s))
+
+    def is_restarting(self, rank: int) -> bool:
+        return False
+
+    def start_trace(self) -> None:
+        self.trace_calls.append("start")
+
+    def read_trace(self, *, stop: bool = False) -> None:
+        self.trace_calls.append("stop" if stop else "read")
+        assert self.on_trace is not None
+        self.on_trace(0, self.spans)
 
     def fileno(self) -> int:
         return self._read_fd

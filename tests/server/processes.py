@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.serving import JSON
+
+NO_HEADERS: Mapping[str, str] = {}
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +52,7 @@ class Process:
             command,
             cwd=ROOT,
             stdout=subprocess.PIPE,
-            stderr=self.log,  # a pipe that nobody reads would fill up and stop the server
+            stderr=self.log,  # a pipe without a reader would fill up and stop the server
             text=True,
         )
         assert self.popen.stdout is not None
@@ -75,20 +77,23 @@ class Process:
 
         wait_for(are_all_found)
 
-    def request(self, method: str, path: str, **fields: Any) -> tuple[int, dict[str, str], bytes]:
+    def request(
+        self, method: str, path: str, headers: Any = NO_HEADERS, **fields: Any
+    ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, json.dumps(fields) if fields else None, JSON)
+            body = json.dumps(fields) if fields else None
+            connection.request(method, path, body, {**JSON, **headers})
             reply = connection.getresponse()
-            headers = {name.lower(): value for name, value in reply.getheaders()}
-            return reply.status, headers, reply.read()
+            replied = {name.lower(): value for name, value in reply.getheaders()}
+            return reply.status, replied, reply.read()
         finally:
             connection.close()
 
-    def open_stream(self, **fields: Any) -> http.client.HTTPResponse:
+    def open_stream(self, headers: Any = NO_HEADERS, **fields: Any) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = json.dumps({"stream": True, **fields})
-        connection.request("POST", "/v1/completions", body, JSON)
+        connection.request("POST", "/v1/completions", body, {**JSON, **headers})
         return connection.getresponse()
 
     def await_exit(self, within_s: float = PATIENCE_S) -> tuple[int, str]:

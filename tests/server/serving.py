@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,17 @@ class Served:
     def post(self, path: str, body: Any) -> Reply:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.request("POST", path, raw, JSON)
+
+    def post_and_leave(self, path: str, body: Any, on_sent: Callable[[], None]) -> bytes:
+        """Ask, read the first line of the reply, and go away."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, json.dumps(body).encode(), JSON)
+        on_sent()
+        response = connection.getresponse()
+        line = response.readline() + response.readline()
+        response.close()
+        connection.close()
+        return line
 
     def chat(self, **fields: Any) -> Reply:
         fields.setdefault("messages", [{"role": "user", "content": "Hi"}])

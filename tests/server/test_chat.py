@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.assembly import Delta
+from paceline.engine.outputs import Delta
 from tests.server.fake_client import Asked, FakeClient, Steps, ids_of, table, words
 from tests.server.serving import Served, serving
 
@@ -39,6 +39,7 @@ def test_the_reply_has_openais_shape(server: Served, client: FakeClient) -> None
             "total_tokens": len(client.last.prompt_token_ids) + 5,
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {
+                "reasoning_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
             },
@@ -178,7 +179,11 @@ def counted(n: int, **metrics: int) -> dict[str, Any]:
 def test_usage_counts_drafts_and_cached_tokens() -> None:
     usage = counted(1, num_draft_tokens=9, num_accepted_tokens=4, num_cached_tokens=16)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
-    details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 5}
+    details = {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 5,
+    }
     assert usage["completion_tokens_details"] == details
 
 

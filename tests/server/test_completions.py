@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.assembly import Delta
+from paceline.engine.outputs import Delta
 from tests.server.fake_client import Asked, FakeClient, Steps, ids_of, table, words
 from tests.server.serving import Served, serving
 

@@ -1,4 +1,4 @@
-"""Many connections, few files: nobody hangs, and room is made for who comes."""
+"""Many connections, few files: no client hangs, and new clients get room."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.engine.client import EngineClient
+from paceline.engine.outputs import Delta
+from paceline.server.job import Job
 from tests.engine.echo_client import echo_client, echo_front
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.serving import JSON, Served, serving
@@ -72,6 +74,27 @@ def test_echoed_logprobs_hold_prompt_and_output(server: Served) -> None:
     assert all(len(t) == 2 for t in choice["logprobs"]["top_logprobs"][1:])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails_at", ["first", "last"])
+def test_a_job_that_cannot_take_its_output_answers_500_and_others_go_on(
+    server: Served, monkeypatch: pytest.MonkeyPatch, fails_at: str, stream: bool
+) -> None:
+    """Its request was aborted, and the client waited for ever."""
+    add = Job._add
+
+    def broken(job: Job, choice: int, delta: Delta, now: float) -> None:
+        add(job, choice, delta, now)
+        if fails_at == "first" or delta.finish_reason is not None:
+            raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_add", broken)
+        reply = server.complete(prompt="abc", max_tokens=5, stream=stream)
+    if fails_at == "first" and not stream:
+        assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert server.complete(prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+
+
 def test_limits_of_the_engine_are_400s(server: Served) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"prompt": ""}, "prompt"),
@@ -80,7 +103,14 @@ def test_limits_of_the_engine_are_400s(server: Served) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"stop_token_ids": [999]}, "stop_token_ids"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
-        ({"logits_processors": ["nobody"]}, "logits_processors"),
+        ({"speculative": {"num_speculative_tokens": 9}}, "num_speculative_tokens"),
+        ({"speculative": {"method": "eagle3"}}, "speculative.method"),
+        ({"speculative": {"tokens": 1}}, "speculative.tokens"),
+        (
+            {"speculative": {"num_speculative_tokens": 1}, "num_speculative_tokens": 2},
+            "speculative",
+        ),
+        ({"logits_processors": ["unknown"]}, "logits_processors"),
         ({"min_tokens": 5000, "max_tokens": 5001}, "min_tokens"),
     ]
     for fields, param in cases:
@@ -128,7 +158,7 @@ DISTURBANCES: dict[str, Callable[[Served], object]] = {
     "too long": lambda s: s.complete(prompt="x" * 5000),
     "too large": lambda s: s.complete(prompt="x" * 200_000),
     "huge numbers": lambda s: s.complete(max_tokens=10**18, temperature=1e300),
-    "unknown model": lambda s: s.complete(model="nobody"),
+    "unknown model": lambda s: s.complete(model="unknown"),
     "slow reader": slow_reader,
     "left": leave_at_once,
 }

@@ -50,10 +50,17 @@ def test_it_listens_before_the_model_is_there_and_says_when_it_is() -> None:
         assert list(json.loads(asked[1])) == ["messages"]
 
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+EACH_SIGNAL = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="term"),
+        pytest.param(signal.SIGINT, id="int", marks=pytest.mark.more),
+        pytest.param(signal.SIGHUP, id="hup", marks=pytest.mark.more),
+    ],
+)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=["term", "int", "hup"])
+@EACH_SIGNAL
 def test_a_signal_drains_what_runs_and_refuses_what_comes(number: signal.Signals) -> None:
     with running("delay_s=0.02") as process:
         stream = process.open_stream(prompt="abc", max_tokens=60)
@@ -115,7 +122,7 @@ def test_a_server_under_nohup_outlives_its_terminal() -> None:
         assert process.await_exit(30)[0] == 0
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=["term", "int", "hup"])
+@EACH_SIGNAL
 def test_a_signal_while_loading_ends_it_with_a_word_and_leaves_no_engine(
     number: signal.Signals,
 ) -> None:

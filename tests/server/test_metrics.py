@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.engine.messages import RESTED, Events, Gauges, StepTimes, without_rows
+from paceline.engine.messages import RESTED, Gauges, StepMessage, StepTimes
 from paceline.engine.stats import EngineStats
 from paceline.observe.histogram import Histogram
-from paceline.observe.metrics import Metrics
 from paceline.observe.stream import LossyStream
+from paceline.scheduler.snapshots import SnapshotStats
+from paceline.server.metrics import Metrics
+from paceline.step import RunnerInfo, StepResult
 from tests.server.fake_client import FakeClient
 from tests.server.serving import Served, serving
 
 NAMES = {
     "paceline:e2e_request_latency_seconds",
+    "paceline:engine_restarts_total",
     "paceline:generation_tokens_total",
     "paceline:inter_token_latency_seconds",
     "paceline:kv_cache_usage_perc",
@@ -27,15 +31,31 @@ NAMES = {
     "paceline:prefix_cache_hits_total",
     "paceline:prefix_cache_queries_total",
     "paceline:prompt_tokens_total",
+    "paceline:rank_kv_cache_usage_perc",
+    "paceline:rank_num_requests_running",
+    "paceline:replicas_restarting",
     "paceline:request_success_total",
+    "paceline:requests_resumed_total",
     "paceline:spec_decode_num_accepted_tokens_per_pos_total",
     "paceline:spec_decode_num_accepted_tokens_total",
     "paceline:spec_decode_num_draft_tokens_total",
     "paceline:spec_decode_num_drafts_total",
+    "paceline:state_snapshot_evictions_total",
+    "paceline:state_snapshot_hits_total",
+    "paceline:state_snapshot_misses_total",
+    "paceline:state_snapshot_usage_perc",
+    "paceline:forced_tokens_total",
+    "paceline:late_mask_wait_seconds",
     "paceline:step_bubble_seconds",
     "paceline:time_to_first_token_seconds",
     "paceline:wasted_rows_total",
 }
+
+
+INFO = RunnerInfo(
+    num_pages=512, page_size=16, num_slots=4, max_model_len=99, vocab_size=9, max_k=0,
+    draft_lookahead=0,
+)  # fmt: skip
 
 
 def samples(text: str) -> dict[str, float]:
@@ -56,11 +76,27 @@ def test_the_names_are_frozen() -> None:
     assert {f.name + ("_total" if f.type == "counter" else "") for f in families} == NAMES
 
 
+def test_gateways_that_read_vllms_names_find_them_on_request() -> None:
+    metrics = Metrics(also_as_vllm=True)
+    metrics.attach(EngineStats(num_held=5, num_running=3), INFO, "tiny")
+    families = {f.name for f in metrics.collect()}
+    ours = {name for name in families if name.startswith("paceline:")}
+    assert families - ours == {n.replace("paceline:", "vllm:") for n in ours} | {
+        "vllm:cache_config_info"
+    }
+    found = samples(metrics.text().decode())
+    assert found["vllm:num_requests_waiting"] == 2
+    assert found["vllm:num_requests_running"] == 3
+    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert found["vllm:cache_config_info{block_size=16}{num_gpu_blocks=512}"] == 1
+    assert not any(f.name.startswith("vllm:") for f in Metrics().collect())
+
+
 def test_totals_are_the_engines() -> None:
     stats = EngineStats(
         num_held=5,
         num_running=3,
-        kv_usage=0.25,
+        num_replicas=2,
         num_preemptions=4,
         num_prompt_tokens=100,
         num_cached_tokens=60,
@@ -71,14 +107,20 @@ def test_totals_are_the_engines() -> None:
         accepted_per_position=[8, 4],
         num_wasted_rows=5,
     )
+    stats.newest[0] = Gauges(1, 0.375, snapshots=SnapshotStats(0.75, 4, 4, 3))
+    stats.newest[1] = Gauges(2, 0.125, snapshots=SnapshotStats(0.25, 2, 3, 5))
     stats.finished.update(stop=2, abort=1)
     metrics = Metrics()
-    metrics.attach(stats, "tiny")
+    metrics.attach(stats, INFO, "tiny")
     found = samples(metrics.text().decode())
     expected = {
         "num_requests_running": 3,
         "num_requests_waiting": 2,
         "kv_cache_usage_perc": 0.25,
+        "rank_num_requests_running{rank=0}": 1,
+        "rank_num_requests_running{rank=1}": 2,
+        "rank_kv_cache_usage_perc{rank=0}": 0.375,
+        "rank_kv_cache_usage_perc{rank=1}": 0.125,
         "num_preemptions_total": 4,
         "prompt_tokens_total": 100,
         "prefix_cache_queries_total": 100,
@@ -90,6 +132,10 @@ def test_totals_are_the_engines() -> None:
         "spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
         "spec_decode_num_accepted_tokens_per_pos_total{position=1}": 4,
         "wasted_rows_total": 5,
+        "state_snapshot_usage_perc": 0.5,
+        "state_snapshot_hits_total": 6,
+        "state_snapshot_misses_total": 7,
+        "state_snapshot_evictions_total": 8,
         "request_success_total{finished_reason=stop}": 2,
         "request_success_total{finished_reason=length}": 0,
         "request_success_total{finished_reason=abort}": 1,
@@ -101,10 +147,11 @@ def test_totals_are_the_engines() -> None:
 def test_the_bubble_is_counted_step_by_step_and_not_where_the_device_was_free_to_rest() -> None:
     stats = EngineStats()
     metrics = Metrics()
-    metrics.attach(stats, "tiny")
+    metrics.attach(stats, INFO, "tiny")
     for idle in ([RESTED, 0.0], [], [0.004], [0.000015, 0.000015]):
         times = [StepTimes(idle_s, 0.001, 0.0001) for idle_s in idle]
-        stats.take(without_rows(Events(), Gauges(num_steps=len(times), times=times)))
+        gauges = Gauges(num_steps=len(times), times=times)
+        stats.take(StepMessage(StepResult.without_rows(1), gauges=gauges))
     found = samples(metrics.text().decode())
     assert found["paceline:step_bubble_seconds_count"] == 4
     assert found["paceline:step_bubble_seconds_sum"] == pytest.approx(0.00403)
@@ -115,6 +162,19 @@ def test_the_bubble_is_counted_step_by_step_and_not_where_the_device_was_free_to
     assert found["paceline:step_bubble_seconds_bucket{le=0.005}"] == 4
     assert (stats.bubble_s, stats.busy_s) == pytest.approx((0.00403, 0.005))
     assert len(stats.recent) == 5
+
+
+def test_waiting_for_masks_and_forced_tokens_are_counted_where_there_were_some() -> None:
+    stats, metrics = EngineStats(), Metrics()
+    metrics.attach(stats, INFO, "tiny")
+    result = StepResult.without_rows(1)
+    result.num_forced_B = np.array([0, 3, 2], np.int32)
+    times = [StepTimes(0.0, 0.001, 0.0001), StepTimes(0.0, 0.001, 0.0001, 0.002)]
+    stats.take(StepMessage(result, gauges=Gauges(num_steps=2, times=times)))
+    found = samples(metrics.text().decode())
+    assert found["paceline:late_mask_wait_seconds_count"] == 1
+    assert found["paceline:late_mask_wait_seconds_sum"] == pytest.approx(0.002)
+    assert found["paceline:forced_tokens_total"] == 5
 
 
 def test_a_value_on_a_bound_is_in_that_bucket() -> None:
@@ -146,5 +206,5 @@ def test_log_lines_that_were_dropped_are_counted(monkeypatch: pytest.MonkeyPatch
         stream = LossyStream(nowhere.fileno())
         stream.num_dropped = 3
         monkeypatch.setattr("sys.stderr", stream)
-        text = Metrics("m").text().decode()
-    assert 'paceline:log_lines_dropped_total{model_name="m"} 3.0' in text
+        text = Metrics().text().decode()
+    assert 'paceline:log_lines_dropped_total{model_name=""} 3.0' in text

@@ -44,6 +44,29 @@ def test_eight_clients_at_once_and_then_one_alone() -> None:
         assert code == 0
 
 
+def test_a_header_chooses_the_replica() -> None:
+    with running("delay_s=0.02 slots=4", engine=DP2, num_ranks=2) as process:
+        fields = {"prompt": "abc", "max_tokens": 400}
+        streams = [
+            process.open_stream(headers={"X-data-parallel-rank": "1"}, **fields) for _ in range(3)
+        ]
+        for stream in streams:
+            stream.read1()
+        metrics = process.request("GET", "/metrics")[2].decode()
+        running_by_rank = {
+            line.split('rank="')[1][0]: float(line.split()[-1])
+            for line in metrics.splitlines()
+            if line.startswith("paceline:rank_num_requests_running{")
+        }
+        assert running_by_rank["1"] == 3
+        assert running_by_rank.get("0", 0) == 0
+        for value in ("2", "-1", "first", "9" * 40):
+            headers = {"X-data-parallel-rank": value}
+            status, _, body = process.request("POST", "/v1/completions", headers=headers, **fields)
+            assert status == 400, body
+            assert json.loads(body)["error"]["param"] == "X-data-parallel-rank"
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_streams_with_the_reason_and_the_server_with_1(victim: int) -> None:
     with running("delay_s=0.02", engine=DP2, num_ranks=2) as process:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.assembly import Delta
+from paceline.engine.outputs import Delta
 from paceline.server import generate
 from tests.patience import wait_for
 from tests.server.fake_client import (
@@ -61,7 +61,7 @@ def test_the_bytes_of_a_chat_stream_are_exact() -> None:
         + head + '[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}\n\n'
         + head + '[],"usage":{"prompt_tokens":19,"completion_tokens":12,"total_tokens":31,'
         '"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":'
-        '{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}}\n\n'
+        '{"reasoning_tokens":0,"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}}\n\n'
         "data: [DONE]\n\n"
     )  # fmt: skip
     assert body == expected.encode()
@@ -306,7 +306,7 @@ def long_pieces(count: int) -> Steps:
     return steps
 
 
-def test_a_slow_reader_gets_joined_pieces_and_holds_nobody_up() -> None:
+def test_a_slow_reader_gets_joined_pieces_and_delays_no_other() -> None:
     """The slow stream's socket fills up; its pieces are joined, and the other stream flows."""
     steps = 4000
 
@@ -340,7 +340,7 @@ def test_a_client_that_never_reads_is_dropped_after_the_write_timeout() -> None:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.await_asked(1)
         wait_for(lambda: client.last.generation.finished)
-        assert server.service.jobs  # all of it is there, and nobody takes it
+        assert server.service.jobs  # all of it is there, and the client reads nothing
         wait_for(lambda: not server.service.jobs)
         stream.close()
 

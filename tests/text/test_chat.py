@@ -262,3 +262,26 @@ def test_a_template_that_is_no_jinja_is_named_with_its_line(tmp_path: Path) -> N
     (tmp_path / "chat_template.jinja").write_text("fine\n{% for m in %}")
     with pytest.raises(ConfigError, match="not valid Jinja in line 2"):
         load_chat_template(folder_files(tmp_path))
+
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_late_system_messages_reach_a_template_that_takes_one_at_the_beginning() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "d"},
+    ]
+    strict = ChatTemplate("m", {"default": ONE_SYSTEM}, {})
+    assert strict.render(messages) == "<system>a\n\nb<user>c<user>d"
+    assert strict.render(messages[2:]) == "<user>c<user>d"
+    loose = ChatTemplate(
+        "m", {"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}, {}
+    )
+    assert loose.render(messages[::3]) == "<system>a<system>d"

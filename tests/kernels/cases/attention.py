@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.kernels.attention.reference import AttentionBatch
 from tests.kernels.cases.pairs import FLOATS, Arguments, TritonCase
 
-DEAD = (0, 0)  # a row of nobody
+DEAD = (0, 0)  # a row without a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,10 @@ class Shape:
     page_size: int = 16
     width: int = 0  # entries of each row, where all have the same; else rows are packed
     gap: int = 0  # unowned entries behind every row
-    spare_pages: int = 3  # columns of the page table that nobody needs
+    spare_pages: int = 3  # unused columns of the page table
     window: int | None = None  # what lies behind it may be anybody's
+    is_causal: bool = True
+    has_row_window: bool = False
 
     @property
     def num_entries(self) -> int:
@@ -45,7 +47,7 @@ class _Named:
 
 
 def cases() -> Iterator[TritonCase]:
-    for named in (*_decode_shapes(), *_mixed_shapes(), *_windows(), *_large_shapes()):
+    for named in (*_decode_shapes(), *_mixed_shapes(), *_windows(), *_blocks(), *_large_shapes()):
         yield TritonCase(
             operation="paged_attention",
             name=named.name,
@@ -83,7 +85,7 @@ def _mixed_shapes() -> Iterator[_Named]:
     yield _Named("mixed, group of 8", Shape([(17, 17), (33, 100)], (8, 1), 80))
     yield _Named("prompt", Shape([(100, 100)], (4, 1), 128), few)
     yield _Named("chunk with history", Shape([(64, 290), (16, 16)], (4, 1), 64, page_size=4))
-    # So many entries that keys and values of the step are not fetched from the pages. Rows begin
+    # Enough entries that keys and values of the step are not fetched from the pages. Rows begin
     # within a block, at its first and at its last position; they end with qkv_TD or before a gap.
     halves = (torch.float16, torch.bfloat16)
     rows = [(90, 133), (70, 70), DEAD, (20, 31), (1, 70), (130, 258)]
@@ -112,6 +114,21 @@ def _windows() -> Iterator[_Named]:
     rows = [(40, 40), (1, 70), DEAD, (3, 300), (20, 90), (64, 300)]
     yield _Named("window, mixed", Shape(rows, (4, 2), 16, gap=2, window=24), few)
     yield _Named("window, prompt", Shape([(100, 100)], (4, 1), 128, window=70), few)
+
+
+def _blocks() -> Iterator[_Named]:
+    """Queries that see all of their row, as those of a block drafter do."""
+    few = (torch.float32, torch.bfloat16)
+    rows = [(4, 4), (2, 33), DEAD, (4, 259), (3, 258)]
+    block = Shape(rows, (4, 2), 16, width=4, gap=1, is_causal=False)
+    yield _Named("block", block, few)
+    rows = [(16, 16), (16, 600), (9, 301), (1, 70)]
+    yield _Named("block, widest", Shape(rows, (4, 1), 16, width=16, is_causal=False), few)
+    window = Shape(rows, (4, 1), 16, width=16, window=45, is_causal=False)
+    yield _Named("block, window", window, few)
+    for name, is_causal in (("both ways", False), ("causal", True)):
+        window = Shape(rows, (4, 1), 16, 16, 16, 0, 3, 45, is_causal, has_row_window=True)
+        yield _Named(f"block, window of the row, {name}", window, few)
 
 
 def _large_shapes() -> Iterator[_Named]:
@@ -175,6 +192,8 @@ def attention_batch(shape: Shape, table_SP: Tensor, device: torch.device) -> Att
         group_size=shape.heads[0] // shape.heads[1],
         max_query_len=shape.width or shape.num_entries,
         window=shape.window,
+        is_causal=shape.is_causal,
+        has_row_window=shape.has_row_window,
     )
 
 
@@ -200,7 +219,7 @@ def _slots(shape: Shape) -> Tensor:
 
 
 def _table(shape: Shape, num_pages: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Which flat slots some row reads, and the page table; page 0 is nobody's."""
+    """Which flat slots some row reads, and the page table; page 0 belongs to no row."""
     order = torch.randperm(sum(num_pages), generator=generator).int() + 1
     columns = max(*num_pages, 1) + shape.spare_pages
     table_SP = torch.full((len(shape.rows) + 2, columns), -1, dtype=torch.int32)

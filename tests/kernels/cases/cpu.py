@@ -17,6 +17,9 @@ from paceline.kernels.attention.reference import AttentionBatch
 from paceline.kernels.elementwise.reference import HeadNorms
 from paceline.kernels.panels import reference as panels
 from paceline.kernels.panels.reference import PanelWeight, pack_blocks, pack_dense
+from tests.kernels.cases.delta_rule import NORMS, norm_arguments, small
+from tests.kernels.cases.delta_rule import arguments as delta_arguments
+from tests.kernels.cases.elementwise import wide_gate_arguments
 
 Arguments = tuple[Any, ...]
 
@@ -38,7 +41,8 @@ class Case:
         """The result, and every tensor that the call may have written to."""
         arguments = self.make()
         result = function(*arguments)
-        written = [a for a in arguments if isinstance(a, Tensor) and a.dtype == torch.float32]
+        parts = [x for a in arguments for x in (a if isinstance(a, tuple) else (a,))]
+        written = [x for x in parts if isinstance(x, Tensor) and x.dtype == torch.float32]
         # silu_and_mul may use its input as scratch; what is left in it means nothing.
         kept = [] if self.kernel == "silu_and_mul" else written
         return kept if result is None else [result, *kept]
@@ -58,19 +62,33 @@ def all_cases() -> Iterator[Case]:
         yield Case("rms_norm", f"{rows}x{width}", _norm_arguments(rows, width, has_delta=False))
         yield Case("add_rms_norm", f"{rows}x{width}", _norm_arguments(rows, width, has_delta=True))
         yield Case("silu_and_mul", f"{rows}x{width}", _gate_arguments(rows, width))
+        yield Case("sigmoid_mul", f"{rows}x{width}", on_cpu(wide_gate_arguments(rows, width)))
     for tokens, heads, size in ((1, (9, 3), 64), (20, (4, 2), 12), (9, (2, 2), 40)):
         for has_norms in (False, True):
             name = f"{tokens}x{heads}x{size}{'-norms' if has_norms else ''}"
             make = _heads_arguments(tokens, heads, size, has_norms=has_norms)
             yield Case("place_heads", name, make, tolerance=5e-6)
+    make = _heads_arguments(5, (4, 2), 16, has_norms=True, gap=8)
+    yield Case("place_heads", "rows with gaps", make, tolerance=5e-6)
     for batch, heads, size, page_size in ATTENTION:
         make = attention_arguments(batch, heads, size, page_size)
         yield Case("paged_attention", f"{batch}-{heads}x{size}-pages{page_size}", make)
+        make = attention_arguments(batch, heads, size, page_size, is_causal=False)
+        yield Case("paged_attention", f"{batch}-{heads}x{size}-block", make)
     for kind in ("Q4_0", "Q4_1", "Q8_0", "f16", "bf16", "f32"):
         for num_rows, outputs, inputs in ((1, 64, 32), (7, 100, 96), (50, 96, 832)):
             make = matmul_arguments(kind, num_rows, outputs, inputs)
             yield Case("matmul", f"{kind}-{num_rows}x{outputs}x{inputs}", make, tolerance=1e-4)
+    for named in small():
+        yield Case("delta_rule", named.name, on_cpu(delta_arguments(named)), tolerance=1e-5)
+    for norm in NORMS[:4]:
+        yield Case("gated_norm", str(norm), on_cpu(norm_arguments(*norm)))
     yield from _large_cases()
+
+
+def on_cpu(make: Callable[[torch.device, torch.dtype], Arguments]) -> Callable[[], Arguments]:
+    """Arguments of a GPU's case."""
+    return lambda: make(torch.device("cpu"), torch.float32)
 
 
 # Rows as (queries, KV length), query and KV heads, head size, page size.
@@ -125,9 +143,9 @@ def _gate_arguments(rows: int, width: int) -> Callable[[], Arguments]:
 
 
 def _heads_arguments(
-    tokens: int, heads: tuple[int, int], size: int, *, has_norms: bool
+    tokens: int, heads: tuple[int, int], size: int, *, has_norms: bool, gap: int = 0
 ) -> Callable[[], Arguments]:
-    """Every third token has no page."""
+    """Every third token has no page. Behind each row are `gap` numbers of others."""
 
     def make() -> Arguments:
         num_q, num_kv = heads
@@ -135,8 +153,9 @@ def _heads_arguments(
         angle = _numbers(tokens, size // 2, seed=3)
         slot_T = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(4))[:tokens]
         slot_T[2::3] = -1
+        width = (num_q + 2 * num_kv) * size
         return (
-            _numbers(tokens, (num_q + 2 * num_kv) * size, seed=5),
+            _numbers(tokens, width + gap, seed=5)[:, :width],
             torch.complex(angle.cos(), angle.sin()),
             norms if has_norms else None,
             torch.zeros(num_kv, 2 * tokens, size),
@@ -148,7 +167,12 @@ def _heads_arguments(
 
 
 def attention_arguments(
-    rows: list[tuple[int, int]], heads: tuple[int, int], size: int, page_size: int
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    size: int,
+    page_size: int,
+    *,
+    is_causal: bool = True,
 ) -> Callable[[], Arguments]:
     """Pages scattered over a cache whose unused slots hold NaN."""
 
@@ -173,6 +197,7 @@ def attention_arguments(
             table_SP=table_SP,
             page_size=page_size,
             group_size=num_q // num_kv,
+            is_causal=is_causal,
         )
         qkv_TD = _numbers(int(queries.sum()), (num_q + 2 * num_kv) * size, seed=2)
         return qkv_TD, key_NSH, value_NSH, batch, size**-0.5

@@ -14,11 +14,13 @@ import torch
 
 from paceline.kernels.admit.reference import Admission, AdmitRecord, AdmitTensors, pack_admissions
 from paceline.kernels.finish.reference import finish_step
-from paceline.kernels.step_rows import PaddedRows, Ring, SlotTensors
+from paceline.kernels.host_drafts.reference import LEAST, LENGTH, SLOT, TOKENS
+from paceline.kernels.step_rows import BlockLayout, PaddedRows, Ring, SlotTensors
 from tests.kernels.cases.pairs import Arguments, TritonCase
 from tests.kernels.cases.sampling import moved
 from tests.kernels.cases.step import (
     PAGE_SIZE,
+    STORED_DRAFTS,
     VOCAB,
     Scene,
     batch_rows,
@@ -59,6 +61,16 @@ def _own(scene: Callable[[], Scene]) -> Make:
     return make
 
 
+def _block(scene: Callable[[], Scene], layout: BlockLayout, width: int) -> Make:
+    def make(device: torch.device, dtype: torch.dtype) -> Arguments:
+        _, state, rows = finished(scene(), device)
+        num_rows = rows.shape.rows
+        batch = batch_rows(device, 2 * num_rows, rows.shape.tokens + num_rows * width)
+        return rows, state, layout, width, batch, PAGE_SIZE
+
+    return make
+
+
 def _next(scene: Callable[[], Scene], j: int, *, is_shifted: bool) -> Make:
     def make(device: torch.device, dtype: torch.dtype) -> Arguments:
         made = scene()
@@ -84,12 +96,67 @@ def _store(scene: Callable[[], Scene], k: int, *, is_onehot: bool) -> Make:
     return make
 
 
+def _publish(scene: Callable[[], Scene]) -> Make:
+    def make(device: torch.device, dtype: torch.dtype) -> Arguments:
+        ring, state, padded = finished(scene(), device)
+        return ring, padded.rows, state
+
+    return make
+
+
+def _published(arguments: Arguments, _: None) -> list[torch.Tensor]:
+    """Of the rows that the step has; those behind them are never read."""
+    ring, rows, _ = arguments
+    return [ring.draft_EBK[:, : len(rows.start_B)], ring.draft_stamp_E, ring.ticket_1]
+
+
+def _host_drafts(scene: Callable[[], Scene], width: int) -> Make:
+    """Continuations that begin up to four tokens ago: right, wrong somewhere, or used up."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Arguments:
+        made = scene()
+        state = made.state(device)
+        generator = np.random.default_rng(made.seed + width)
+        tokens_SL, length_S = made.numbers["tokens_SL"], made.numbers["num_tokens_S"]
+        record = np.full((len(made.slot_B), TOKENS + width), -1, np.int32)
+        for words, slot in zip(record, made.slot_B, strict=True):
+            length = int(length_S[slot])
+            begin = length - int(generator.integers(0, min(5, length)))
+            words[SLOT], words[LENGTH], words[LEAST] = slot, begin, generator.integers(1, 3)
+            count = int(generator.integers(0, width + 1))
+            words[TOKENS : TOKENS + count] = generator.integers(0, VOCAB, count)
+            known = min(count, length - begin)
+            words[TOKENS : TOKENS + known] = tokens_SL[slot, begin : begin + known]
+            if count and generator.random() < 0.3:
+                words[TOKENS + generator.integers(0, count)] = VOCAB
+        return torch.from_numpy(record).to(device), state
+
+    return make
+
+
 def _draft_cases() -> Iterator[TritonCase]:
     for name, scene in mixed_scenes():
+        for width in (1, 4, 2 * STORED_DRAFTS + 1):
+            yield TritonCase(
+                "take_host_drafts",
+                f"{name}-{width}",
+                _host_drafts(scene, width),
+                lambda args, _: state_outputs(args[1]),
+            )
+    for name, scene in mixed_scenes():
+        yield TritonCase("publish_drafts", name, _publish(scene), _published)
         yield TritonCase("shifted_tokens", name, _shifted(scene), lambda args, _: [args[2]])
         yield TritonCase(
             "own_rows", name, _own(scene), lambda args, _: [*tensors_of(args[4]), args[5]]
         )
+        for layout in (BlockLayout(3, 7, 1), BlockLayout(5, 9, 0), BlockLayout(3, 7, -1)):
+            for width in (layout.width, 0):
+                yield TritonCase(
+                    "block_rows",
+                    f"{name}-{layout.first_output}-{width}",
+                    _block(scene, layout, width),
+                    lambda args, _: tensors_of(args[4]),
+                )
         for j, is_shifted in ((1, True), (1, False), (3, True), (3, False)):
             yield TritonCase(
                 "next_rows",
@@ -181,7 +248,7 @@ def cases() -> Iterator[TritonCase]:
     yield _admit_case("one", (9,), 12)
     yield _admit_case("several", (5, 0, 40, 1), 44)
     yield _admit_case("long", (1300, 20, 2900), 3000)
-    yield _admit_case("nobody", (), 12)
+    yield _admit_case("no admission", (), 12)
     yield _ngram_case("periods", 21, 2, 7)
     yield _ngram_case("words", 60, 5, 3)
     yield _ngram_case("short", 3, 2, 1)

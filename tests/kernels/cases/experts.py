@@ -1,5 +1,5 @@
-"""Cases of routers and experts for the Triton twins: ties, NaN rows, groups, experts that nobody
-or everybody chose, choices that are nobody, and as many rows as a tile holds, or one more.
+"""Cases of routers and experts for the Triton twins: ties, NaN rows, groups, experts that no row
+or every row chose, choices of no expert, and as many rows as a tile holds, or one more.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _routings() -> Iterator[tuple[str, int, int, Routing, bool]]:
     yield "glm", 6, 64, glm, True
     yield "shared", 6, 64, glm._replace(num_shared=1), True
     yield "shared odd", 3, 11, Routing(3, is_normed=False, num_shared=2), False
+    yield "shared gate", 5, 9, Routing(3, num_shared=2, has_shared_gate=True), False
     groups = Routing(8, is_sigmoid=True, scaling=2.5, num_groups=8, num_chosen_groups=4)
     yield "deepseek", 5, 256, groups, True
     odd = Routing(4, is_sigmoid=True, is_normed=False, num_groups=3, num_chosen_groups=2)
@@ -80,7 +81,7 @@ def _shapes() -> Iterator[tuple[str, _Shape, bool]]:
     yield "many, unused experts", _Shape(100, 40, 1, 16, 16, favourite=4.0), False
     yield "few, spread", _Shape(9, 10, 2, 40, 36, has_shared=True, is_spread=True), False
     yield "many, spread", _Shape(90, 8, 3, 24, 20, is_spread=True), False
-    yield "nobody at all", _Shape(5, 6, 1, 16, 16, favourite=99.0, is_spread=True), False
+    yield "no expert", _Shape(5, 6, 1, 16, 16, favourite=99.0, is_spread=True), False
     for rows in (1, 16, 17, 33, 64, 65):
         yield f"stacked {rows}", _Shape(rows, 5, 2, 40, 24, num_shared=1), False
     yield "many experts", _Shape(3, 70, 3, 16, 8, num_shared=2), False
@@ -127,7 +128,7 @@ def _expert_arguments(shape: _Shape) -> Make:
             count = shape.experts // 2
             is_here_TK = chosen_TK >= shape.experts - count
             chosen_TK = torch.where(is_here_TK, chosen_TK - (shape.experts - count), -1)
-            weight_TK = torch.where(is_here_TK, weight_TK, float("nan"))  # nobody reads it
+            weight_TK = torch.where(is_here_TK, weight_TK, float("nan"))  # never read
         gate_up = normal(count, 2 * shape.inner, shape.width) * shape.width**-0.5
         down = normal(count, shape.width, shape.inner) * shape.inner**-0.5
         experts = ExpertWeights(gate_up.to(dtype), down.to(dtype))

@@ -21,7 +21,8 @@ ON_CPU = frozenset(
     {
         *("greedy", "draw", "draft", "judge", "accept_by_rate", "write_logprobs"),
         *("keep_allowed", "keep_late", "ban_early_stops", "add_bias"),
-        *("ban_bad_words", "apply_penalties", "finish_step", "end_step"),
+        *("ban_bad_words", "apply_penalties", "finish_step", "end_step", "delta_rule"),
+        *("publish_drafts", "take_host_drafts", "note_late"),
     }
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,7 +43,6 @@ class TritonCase:
     scale: float = 1.0  # of the tolerance
     is_large: bool = False  # a real model's size: for the GPU and for benchmarks
     backend: str = "triton"  # what is compared with the reference
-    reference: Callable[..., Any] | None = None  # instead of the table's
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.name}"
@@ -58,12 +58,12 @@ class TritonCase:
         """What the reference says; references of step kernels and sampling are for CPU tensors."""
         where = torch.device("cpu") if self.operation in ON_CPU else device
         arguments = self.make(where, dtype)
-        function = self.reference or self.function("reference")
-        return [t.to(device) for t in self.outputs(arguments, function(*arguments))]
+        result = self.function("reference")(*arguments)
+        return [t.to(device) for t in self.outputs(arguments, result)]
 
 
 TOPICS = (
-    *("attention", "drafts", "elementwise", "experts", "linear"),
+    *("attention", "delta_rule", "drafts", "elementwise", "experts", "linear"),
     *("mla", "processors", "sampling", "step"),
 )
 

@@ -1,6 +1,6 @@
 """Cases of the processors and of logprobs: every feature mixed, windows with and without drafts.
 
-Slots without a feature lie between those that have it, and some rows are nobody's.
+Slots without a feature lie between those that have it, and some rows belong to no slot.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def cases() -> Iterator[TritonCase]:
             ) -> Arguments:
                 rows = scene.rows()
                 if scene.longest > LONGEST:  # a history of several blocks
-                    rows = replace(rows, length_B=rows.length_B * 90)
+                    rows = rows._replace(length_B=rows.length_B * 90)
                 values = (scene.logits(dtype), rows, scene.mask(), *maker(scene))
                 return on(device, *values)
 
@@ -186,7 +186,7 @@ def _logprob_cases() -> Iterator[TritonCase]:
             draft_BK = rows.draft_BK.clamp(min=0)
             if ok_N is not None:  # a window's last position has no draft to accept
                 ok_N = ok_N & (torch.arange(len(ok_N)) % (scene.k + 1) < scene.k)
-            rows = replace(rows, draft_BK=draft_BK)
+            rows = rows._replace(draft_BK=draft_BK)
             verdicts = Verdicts(token_N, torch.zeros_like(is_odd_N), ok_N)
             # The part of a ring for more and wider rows that a step of this shape writes.
             shape = (3, scene.batch + 2, scene.k + 3, 6)

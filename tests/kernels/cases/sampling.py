@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.rows import WindowRows
-from paceline.kernels.sampling.reference import SlotKnobs, distributions, draw_reference
+from paceline.kernels.sampling.reference import SlotKnobs, distributions
 from paceline.kernels.verify.reference import Limits, SampledDrafts, Verdicts, settle
 from tests.kernels.cases.pairs import FLOATS, Arguments, TritonCase
 
@@ -34,7 +35,7 @@ class Scene:
     seed: int = 0
     spread: float = 2.0  # of the logits
     step: float = 0.0  # logits are multiples of it: ties
-    allowed: int = 0  # > 0: so many tokens of a row are possible
+    allowed: int = 0  # > 0: how many tokens of a row are possible
     has_broken: bool = False
     is_unlike_its_sample: bool = False
     greedy: float = 0.2
@@ -99,17 +100,19 @@ class Scene:
             seed_S2=seed_S2.int(),
         )
 
-    def drafts(self, width: int, *, is_same: bool) -> SampledDrafts:
-        """q of each slot's drafts; with `is_same` it is p, so that all are accepted."""
+    def drafts(self, width: int, *, likeness: float) -> SampledDrafts:
+        """q of each slot's drafts: this share of p. With 1 all are accepted."""
         generator = self.generator()
         prob_SKV = torch.rand(self.num_slots, max(self.k, 1), width, generator=generator).pow(4)
         prob_SKV /= prob_SKV.sum(-1, keepdim=True)
         rows = self.rows()
-        if is_same:
+        if likeness:
             slot_N = rows.slot_B.long().repeat_interleave(self.k + 1)
             p_NV = distributions(self.logits(torch.float32), self.knobs().at(slot_N))
             p_BWV = p_NV.view(self.batch, self.k + 1, -1)
-            prob_SKV[rows.slot_B.long()] = p_BWV[:, : max(self.k, 1)]
+            q_BKV = prob_SKV[rows.slot_B.long()]
+            q_BKV += (p_BWV[:, : max(self.k, 1)] - q_BKV) * likeness
+            prob_SKV[rows.slot_B.long()] = q_BKV
         onehot_S = (torch.arange(self.num_slots) % 4 == 3).int()
         return SampledDrafts(onehot_S, prob_SKV)
 
@@ -235,7 +238,6 @@ def draw_cases() -> Iterator[TritonCase]:
         yield TritonCase(
             *("draw", name),
             make=make,
-            reference=draw_reference,
             outputs=usable_in_windows,
             # What half precision adds is in how it is read: one case each is enough here.
             dtypes=FLOATS if name == "mixed" or "large" in name else FLOATS[:1],
@@ -295,32 +297,40 @@ def _tokens_of_usable(
 def judge_cases() -> Iterator[TritonCase]:
     usual = Scene(97, batch=4, k=2, greedy=0.2, seed=30)
     large = Scene(49152, batch=16, k=3, spread=0.7, seed=34)
-    scenes: dict[str, tuple[Scene, int, bool]] = {
-        "mixed": (usual, 97, False),
-        "no_drafts": (replace(usual, k=0), 97, False),
-        "same": (replace(usual, greedy=0.0, filters=OFF, seed=31), 97, True),
-        "narrow_drafts": (replace(usual, seed=32), 64, False),
-        "wide_drafts": (replace(usual, seed=33), 120, False),
-        "broken": (replace(usual, has_broken=True), 97, False),
-        "chunks": (Scene(5000, batch=2, k=1, greedy=0.0, seed=35), 5000, False),
-        "large": (large, 49152, False),
+    many = Scene(97, batch=12, k=4, greedy=0.1, spread=0.7, seed=36)
+    scenes: dict[str, tuple[Scene, int, float]] = {
+        "alike": (many, 97, 0.6),
+        "alike_in_chunks": (replace(many, vocab=4500, batch=3, seed=37), 4500, 0.7),
+        "mixed": (usual, 97, 0.0),
+        "no_drafts": (replace(usual, k=0), 97, 0.0),
+        "same": (replace(usual, greedy=0.0, filters=OFF, seed=31), 97, 1.0),
+        "narrow_drafts": (replace(usual, seed=32), 64, 0.0),
+        "wide_drafts": (replace(usual, seed=33), 120, 0.0),
+        "broken": (replace(usual, has_broken=True), 97, 0.0),
+        "chunks": (Scene(5000, batch=2, k=1, greedy=0.0, seed=35), 5000, 0.0),
+        "large": (large, 49152, 0.0),
     }
-    for name, (scene, width, is_same) in scenes.items():
+    for (name, (scene, width, likeness)), is_block in product(scenes.items(), (False, True)):
 
         def make(
             device: torch.device,
             dtype: torch.dtype,
             scene: Scene = scene,
             width: int = width,
-            is_same: bool = is_same,
+            likeness: float = likeness,
+            is_block: bool = is_block,
         ) -> Arguments:
             rows = scene.rows()
-            rows = replace(rows, draft_BK=rows.draft_BK.clamp(max=width - 1))
-            drafts = scene.drafts(width, is_same=is_same)
-            return on(device, scene.logits(dtype), rows, scene.knobs(), drafts)
+            rows = rows._replace(draft_BK=rows.draft_BK.clamp(max=width - 1))
+            drafts = scene.drafts(width, likeness=likeness)
+            if 0 < likeness < 1:  # drawn from q, so that some are accepted
+                q_NV = drafts.prob_SKV[rows.slot_B.long()].flatten(0, 1)
+                draft_N1 = q_NV.multinomial(1, generator=scene.generator())
+                rows = rows._replace(draft_BK=draft_N1.view_as(rows.draft_BK).int())
+            return on(device, scene.logits(dtype), rows, scene.knobs(), drafts, is_block)
 
         yield TritonCase(
-            *("judge", name),
+            *("judge", f"block_{name}" if is_block else name),
             make=make,
             outputs=emitted,
             dtypes=FLOATS[:1],

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,10 @@ from torch import Tensor
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.step_inputs.reference import step_inputs
 from paceline.kernels.step_rows import (
+    PACKET_APPENDS,
+    PACKET_HAS_MARKS,
+    PACKET_ROWS,
+    PACKET_STEP,
     RESULT_TOKENS,
     BatchRows,
     PacketLayout,
@@ -76,7 +80,7 @@ class Scene:
         for row, kind in enumerate(self.kinds):
             self._cast(row, kind)
         self.table_SP = self._table()
-        self.layout = PacketLayout(num_rows + self.num_padding + 2, MAX_APPENDS)
+        self.layout = PacketLayout.of(num_rows + self.num_padding + 2, MAX_APPENDS)
 
     @property
     def shape(self) -> StepShape:
@@ -100,7 +104,7 @@ class Scene:
         return int(self.planned_B.sum()) + (3 + self.gap) * len(self.kinds) + 5
 
     def _numbers(self) -> Numbers:
-        """Slots that nobody plans: free, and the padding slot."""
+        """Slots that no plan names: free, and the padding slot."""
         rows, draw = self.num_slots + 1, self.generator.integers
         numbers = {
             name: np.zeros(rows, np.int32)
@@ -157,10 +161,10 @@ class Scene:
         return table
 
     def packet(self, step: int) -> Ints:
-        """The plan. Words that nobody may look at hold nonsense."""
+        """The plan. Words that must not be read hold nonsense."""
         layout, num_rows = self.layout, len(self.kinds)
         packet = np.full(layout.num_words, 2**30, np.int32)
-        packet[[layout.STEP, layout.NUM_ROWS]] = step, num_rows
+        packet[[PACKET_STEP, PACKET_ROWS]] = step, num_rows
         for at, values in (
             (layout.slot, self.slot_B),
             (layout.planned, self.planned_B),
@@ -175,7 +179,7 @@ class Scene:
         wanted = [s for s in self.slot_B if self.table_SP[s, index_S[s]] < 0]
         others = sorted(set(range(self.num_slots)) - set(self.slot_B.tolist()))
         wanted += others[: self.num_foreign]
-        packet[layout.NUM_APPENDS] = len(wanted)
+        packet[PACKET_APPENDS] = len(wanted)
         for i, slot in enumerate(wanted):
             words = (slot, index_S[slot], self.table_SP.size + i)
             packet[[layout.append_slot + i, layout.append_index + i, layout.append_page + i]] = (
@@ -195,6 +199,9 @@ class Scene:
             time_E2=torch.zeros(RING, 2, dtype=torch.int64, device=device),
             turn_1=torch.tensor([turn], dtype=torch.int32, device=device),
             ticket_1=torch.zeros(1, dtype=torch.int32, device=device),
+            draft_EBK=unwritten(device, RING, num_rows, STORED_DRAFTS),
+            draft_stamp_E=unwritten(device, RING),
+            late_time_E2=torch.zeros(RING, 2, dtype=torch.int64, device=device),
         )
 
     def state(self, device: torch.device) -> SlotTensors:
@@ -253,25 +260,20 @@ def unwritten(device: torch.device, *shape: int) -> Tensor:
 
 
 def batch_rows(device: torch.device, num_rows: int, num_entries: int) -> BatchRows:
-    names = [f.name for f in fields(BatchRows)]
-    sizes = [num_entries if name.endswith("_T") else num_rows for name in names]
-    tensors = (unwritten(device, size) for size in sizes)
-    return BatchRows(**dict(zip(names, tensors, strict=True)))
+    sizes = [num_entries if name.endswith("_T") else num_rows for name in BatchRows._fields]
+    return BatchRows(*(unwritten(device, size) for size in sizes))
 
 
 def tensors_of(rows: PaddedRows | StepRows | WindowRows | BatchRows) -> list[Tensor]:
-    values = [getattr(rows, f.name) for f in fields(rows)]
-    inner = [t for v in values if isinstance(v, _ROWS) for t in tensors_of(v)]
-    return [v for v in values if isinstance(v, Tensor)] + inner
-
-
-_ROWS = (BatchRows, StepRows, WindowRows)
+    if isinstance(rows, PaddedRows):
+        return [rows.row_T, rows.sample_N, *tensors_of(rows.batch), *tensors_of(rows.rows)]
+    inner = [t for v in rows if isinstance(v, WindowRows) for t in tensors_of(v)]
+    return [v for v in rows if isinstance(v, Tensor)] + inner
 
 
 def state_outputs(state: SlotTensors) -> list[Tensor]:
     """All of the state but the padding slot's tokens, which mean nothing."""
-    tensors = [getattr(state, f.name) for f in fields(state)]
-    return [state.tokens_SL[:-1], *tensors[1:]]
+    return [state.tokens_SL[:-1], *state[1:]]
 
 
 def _inputs_case(name: str, scene: Callable[[], Scene]) -> TritonCase:
@@ -314,8 +316,11 @@ def _finish_case(name: str, scene: Callable[[], Scene], *, has_ok: bool = False)
 def _rate_case(name: str, scene: Callable[[], Scene], rates: tuple[float, ...]) -> TritonCase:
     def make(device: torch.device, _: torch.dtype) -> tuple[Any, ...]:
         state, padded = scene().begun(device)[1:]
-        rates_K = torch.tensor(rates, device=device)
-        return padded.rows.windows, state.seed_S2, rates_K, padded.shape.num_logits
+        # Each slot has other rates: the given ones, and those of a request that accepts less.
+        falling_S1 = torch.linspace(1.0, 0.0, len(state.seed_S2), device=device)[:, None]
+        rates_SK = torch.tensor(rates, device=device) * falling_S1
+        rates_SK[: len(rates_SK) // 2] = torch.tensor(rates, device=device)
+        return padded.rows.windows, state.seed_S2, rates_SK, padded.shape.num_logits
 
     return TritonCase(
         "accept_by_rate",
@@ -340,7 +345,7 @@ def coin_scene() -> Scene:
     scene = Scene(2, ("verify",) * 2, is_uniform=True, seed=90)
     slot_B, numbers = scene.slot_B, scene.numbers
     numbers["num_tokens_S"][slot_B], numbers["num_computed_S"][slot_B] = 3, 2
-    numbers["min_len_S"][slot_B] = numbers["max_len_S"][slot_B] = 9  # nobody ends
+    numbers["min_len_S"][slot_B] = numbers["max_len_S"][slot_B] = 9  # no row ends
     numbers["drafts_SK"][slot_B] = 5
     numbers["ids_SE"][slot_B, :2] = [(seed, 0) for seed in COIN_SEEDS]
     scene.planned_B[:] = 3
@@ -361,6 +366,21 @@ def mixed_scenes() -> Iterator[tuple[str, Callable[[], Scene]]]:
     yield "no-row", partial(Scene, 3, (), num_padding=3, num_tail=9, seed=40)
 
 
+def _marks_case(name: str, has_marks: int) -> TritonCase:
+    """A packet of three rows, read for a shape of five."""
+    layout = PacketLayout.of(6, 2, num_marks=4)
+
+    def make(device: torch.device, _: torch.dtype) -> tuple[Any, ...]:
+        ring = Scene(0, ("decode",), seed=81).ring(device)
+        generator = torch.Generator().manual_seed(5)
+        shape = (len(ring.packet_EP), layout.num_words)
+        packet_EP = torch.randint(0, 999, shape, dtype=torch.int32, generator=generator)
+        packet_EP[:, PACKET_ROWS], packet_EP[:, PACKET_HAS_MARKS] = 3, has_marks
+        return ring._replace(packet_EP=packet_EP.to(device)), layout, 5
+
+    return TritonCase("read_marks", name, make, lambda _, found: list(found))
+
+
 def cases() -> Iterator[TritonCase]:
     for name, scene in mixed_scenes():
         yield _inputs_case(name, scene)
@@ -376,6 +396,14 @@ def cases() -> Iterator[TritonCase]:
     kinds = ("chunk", "final", "verify")
     long = partial(Scene, 2, kinds, max_model_len=3000, num_tail=1500, seed=70)
     yield _inputs_case("long", long)
+    for name, has_marks in (("marks", 1), ("no-marks", 0)):
+        yield _marks_case(name, has_marks)
+    yield TritonCase(
+        "note_late",
+        "turn",
+        lambda device, _: (Scene(0, ("decode",), seed=80).ring(device), 1),
+        lambda arguments, _: [*arguments[0][:3], *arguments[0][4:-1]],  # clocks differ
+    )
     yield TritonCase(
         "end_step",
         "turn",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.pace import MOST_RETRY_S, Pace
+from paceline.server.retry_after import MOST_RETRY_S, RetryEstimate
 
 
 def test_it_is_the_time_that_the_open_sequences_take() -> None:
-    pace = Pace()
+    pace = RetryEstimate()
     pace.restart(100.0)
     for i in range(1, 11):
         pace.end(2, 100.0 + i)  # two a second
@@ -19,7 +19,7 @@ def test_it_is_the_time_that_the_open_sequences_take() -> None:
 
 
 def test_before_the_first_end_it_is_the_time_so_far() -> None:
-    pace = Pace()
+    pace = RetryEstimate()
     assert pace.retry_after_s(50, 100.0) == 1
     pace.restart(100.0)
     assert pace.retry_after_s(50, 130.0) == 30
@@ -27,22 +27,22 @@ def test_before_the_first_end_it_is_the_time_so_far() -> None:
 
 @pytest.mark.parametrize(("num_open", "seconds"), [(1, 1), (10**6, MOST_RETRY_S)])
 def test_it_has_bounds(num_open: int, seconds: int) -> None:
-    pace = Pace()
+    pace = RetryEstimate()
     pace.restart(0.0)
     pace.end(100, 10.0)
     assert pace.retry_after_s(num_open, 10.0) == seconds
 
 
 def test_only_the_newest_ends_count() -> None:
-    pace = Pace()
+    pace = RetryEstimate()
     pace.restart(0.0)
     for i in range(1000):
         pace.end(1, 1000.0 + 0.5 * i)  # the first came late, the others come fast
     assert pace.retry_after_s(20, 1499.5) == 10
 
 
-def test_ends_of_a_time_when_nobody_waited_do_not_count() -> None:
-    pace = Pace()
+def test_requests_that_ended_while_none_waited_do_not_count() -> None:
+    pace = RetryEstimate()
     pace.restart(0.0)
     pace.end(1, 3600.0)
     pace.restart(3600.0)

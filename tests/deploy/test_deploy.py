@@ -1,0 +1,136 @@
+"""The files of deploy/: valid, and their flags, paths and metric names exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from paceline.server.app import build_app
+from paceline.server.options import ServerOptions
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+FROZEN = ROOT / "tests" / "architecture" / "frozen"
+FLAGS = {
+    line.split()[-1] for line in (FROZEN / "cli_flags.txt").read_text().splitlines() if "--" in line
+}
+METRICS = {
+    line
+    for line in (FROZEN / "metrics.txt").read_text().splitlines()
+    if line.startswith("paceline")
+}
+
+
+def manifests() -> list[dict[str, Any]]:
+    return [
+        manifest
+        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+        for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
+
+
+def core_manifests() -> list[dict[str, Any]]:
+    """Of kinds whose schemas come with Kubernetes."""
+    return [m for m in manifests() if m["kind"] != "LeaderWorkerSet"]
+
+
+@pytest.mark.parametrize("manifest", core_manifests(), ids=lambda m: str(m["kind"]))
+def test_manifests_follow_the_schemas_of_kubernetes(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, "1.30", strict=True)
+
+
+def deployed() -> dict[str, Any]:
+    manifest = next(m for m in manifests() if m["kind"] == "Deployment")
+    container: dict[str, Any] = manifest["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def test_the_pod_runs_with_flags_and_probes_that_exist() -> None:
+    container = deployed()
+    command, _, *flags = container["args"]
+    assert command == "serve"
+    assert {flag.split("=")[0] for flag in flags} <= FLAGS
+    paths = {route.path for route in build_app(None, ServerOptions()).routes}  # type: ignore[attr-defined]
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in paths
+
+
+def test_the_nodes_of_a_leader_worker_set_start_one_engine() -> None:
+    (lws,) = (m for m in manifests() if m["kind"] == "LeaderWorkerSet")
+    template = lws["spec"]["leaderWorkerTemplate"]
+    leader, worker = (
+        template[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate")
+    )
+    values: list[dict[str, Any]] = []
+    for container in (leader, worker):
+        command, model, *flags = container["args"]
+        given = dict(flag.partition("=")[::2] for flag in flags)
+        assert command == "serve"
+        assert given.keys() <= FLAGS
+        assert {"PACELINE_CLUSTER_KEY", "POD_IP"} <= {e["name"] for e in container["env"]}
+        values.append({"model": model, **given})
+    front, node = values
+    assert int(front["--nnodes"]) == int(node["--nnodes"]) == template["size"]
+    assert ("--headless" in front, "--headless" in node) == (False, True)
+    assert front["--master-addr"] == "$(POD_IP)", "it listens there"
+    assert node["--master-addr"] == "$(LWS_LEADER_ADDRESS)"
+    shared = ("model", "--data-parallel-size", "--enable-expert-parallel")
+    assert [front[name] for name in shared] == [node[name] for name in shared]
+    secret = next(m for m in manifests() if m["metadata"]["name"] == "paceline-cluster")
+    (reference,) = (
+        e["valueFrom"]["secretKeyRef"] for e in worker["env"] if e["name"] == "PACELINE_CLUSTER_KEY"
+    )
+    assert reference["key"] in secret["stringData"]
+    selector = next(m for m in manifests() if m["metadata"]["name"] == "paceline-nodes-http")
+    labels = template["leaderTemplate"]["metadata"]["labels"]
+    assert selector["spec"]["selector"] == labels
+
+
+def test_pod_and_unit_wait_longer_than_the_drain_timeout() -> None:
+    spec = next(m for m in manifests() if m["kind"] == "Deployment")["spec"]["template"]["spec"]
+    flags = dict(f.split("=", 1) for f in deployed()["args"] if "=" in f)
+    assert spec["terminationGracePeriodSeconds"] > int(flags["--drain-timeout-s"])
+    unit = (DEPLOY / "systemd" / "paceline.service").read_text(encoding="utf-8")
+    drain = re.search(r"--drain-timeout-s (\d+)", unit)
+    stop = re.search(r"TimeoutStopSec=(\d+)", unit)
+    assert drain
+    assert stop
+    assert int(stop[1]) > int(drain[1])
+    start = next(line for line in unit.splitlines() if line.startswith("ExecStart="))
+    assert set(re.findall(r"--[a-z-]+", start)) <= FLAGS
+
+
+def named(text: str) -> set[str]:
+    """Metrics that an expression reads, without the suffixes of histograms."""
+    found = set(re.findall(r"paceline:\w+", text))
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+
+
+def test_the_dashboard_reads_metrics_that_exist() -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "paceline.json").read_text(encoding="utf-8"))
+    exprs = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    assert len(exprs) > 12
+    assert named(" ".join(exprs)) <= METRICS
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_rules_read_metrics_that_exist() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text(encoding="utf-8"))
+    entries = rules["groups"][0]["rules"]
+    recorded = {rule["record"] for rule in entries if "record" in rule}
+    assert named(" ".join(rule["expr"] for rule in entries)) - recorded <= METRICS
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_rules() -> None:
+    path = DEPLOY / "prometheus" / "rules.yaml"
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

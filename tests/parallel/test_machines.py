@@ -1,0 +1,176 @@
+"""Two machines serve one engine: headless nodes, torchrun and Ray, with the tokens of one rank.
+
+The second machine is a network namespace where one can be made, else another loopback address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.errors import EngineDead
+from tests.e2e.serving import PACELINE, save_served, started
+from tests.eagle import train
+from tests.mtp import random_mtp, save_mtp
+from tests.parallel.test_serving import NUM_TRAINED, PROMPTS, check, plain_answers
+from tests.patience import PATIENCE_S, wait_for
+from tests.server.processes import ROOT
+
+KEY = {"PACELINE_CLUSTER_KEY": "the key of the tests"}
+RANKS = "--data-parallel-size 2 --enable-expert-parallel --device cpu --stall-timeout 20"
+
+
+@dataclass
+class Wiring:
+    """Two machines' addresses, and what runs a command on the second one."""
+
+    here: str
+    there: str
+    command: list[str]
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[Wiring]:
+    name = f"pl{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    net = f"10.213.{os.getpid() % 250}"
+    steps = [
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name],
+        ["ip", "address", "add", f"{net}.1/24", "dev", name],
+        ["ip", "link", "set", name, "up"],
+        [*inside, "ip", "address", "add", f"{net}.2/24", "dev", "eth0"],
+        [*inside, "ip", "link", "set", "eth0", "up"],
+        [*inside, "ip", "link", "set", "lo", "up"],
+    ]
+    try:
+        for step in steps:
+            subprocess.run(step, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        with contextlib.suppress(OSError):  # there may be no `ip` at all
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        yield Wiring("127.0.0.1", "127.0.0.2", [])
+        return
+    try:
+        yield Wiring(f"{net}.1", f"{net}.2", inside)
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def save_trained(tmp_path: Path) -> tuple[Path, list[Any], list[str]]:
+    """A MoE with an MTP layer some of whose drafts are right; its answers; flags to serve it."""
+    plain, folder = tmp_path / "plain", tmp_path / "model"
+    target = save_served(plain, "qwen3.5-moe")
+    answers = plain_answers(plain)
+    known = [tokens for _, tokens in answers]
+    save_mtp(folder, plain, train(random_mtp(target), target, known, num_steps=NUM_TRAINED))
+    spec = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+    return folder, answers, [*RANKS.split(), "--speculative-config", spec, "--cpu-threads", "1"]
+
+
+def test_mtp_over_two_machines_has_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    folder, answers, flags = save_trained(tmp_path)
+    with two_machines() as wiring, (tmp_path / "node.log").open("w") as log:
+        where = f"--nnodes 2 --master-addr {wiring.here} --master-port {free_port(wiring.here)}"
+        flags = ["serve", str(folder), *flags, *where.split()]
+        mine = ["--headless", "--node-rank", "1", "--node-address", wiring.there]
+        node = subprocess.Popen(
+            [*wiring.command, *PACELINE, *flags, *mine],
+            cwd=ROOT, env={**os.environ, **KEY}, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            arguments = [*flags, "--port", "0"]
+            with started(arguments, tmp_path / "log", environment=KEY) as process:
+                process.await_ready()
+                check(process, folder, answers, num_ranks=1)
+            assert node.wait(PATIENCE_S) == 0, (tmp_path / "node.log").read_text()
+        finally:
+            node.kill()
+            node.wait()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.more
+def test_torchrun_starts_the_server_as_written(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_served(folder, "mixtral")
+    ((_, tokens),) = plain_answers(folder)[:1]
+    port = free_port("127.0.0.1")
+    run = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port('127.0.0.1')}"
+    serve = f"-m paceline serve {folder} {RANKS} --cpu-threads 1 --port {port}"
+    with (tmp_path / "log").open("w") as log:
+        torchrun = subprocess.Popen(
+            [sys.executable, *run.split(), *serve.split()], cwd=ROOT, stdout=log, stderr=log
+        )
+    try:
+        fields = {"model": str(folder), "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
+        body = json.dumps({**fields, "ignore_eos": True, "return_token_ids": True})
+        url = f"http://127.0.0.1:{port}"
+        ready = ["curl", "-sf", f"{url}/readyz"]
+        wait_for(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
+        ask = ["curl", "-s", "-H", "Content-Type: application/json", "-d", body]
+        reply = subprocess.run([*ask, f"{url}/v1/completions"], capture_output=True, check=True)
+        assert json.loads(reply.stdout)["choices"][0]["token_ids"] == tokens
+    finally:
+        torchrun.send_signal(signal.SIGTERM)
+        torchrun.wait(PATIENCE_S)
+    wait_for(lambda: not _is_open(port))
+
+
+@pytest.mark.more
+def test_ray_places_the_replicas_and_a_node_that_is_killed_is_named(tmp_path: Path) -> None:
+    # Slow, and only this test needs it; `make test-more` installs it.
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    folder, answers, _ = save_trained(tmp_path)
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    try:
+        second = cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False)
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        options: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+        spec = {"method": "mtp", "num_speculative_tokens": 2}
+        with LLM(
+            str(folder),
+            device="cpu",
+            dtype="float32",
+            cpu_threads=1,
+            stall_timeout=20,
+            distributed_executor_backend="ray",
+            speculative_config=spec,
+            **options,
+        ) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found = [list(output.outputs[0].token_ids) for output in outputs]
+            assert found == [tokens for _, tokens in answers[:-1]]
+            name = second.node_id[:12]
+            cluster.remove_node(second, allow_graceful=False)
+            with pytest.raises(EngineDead, match=f"Ray node {name}"):
+                llm.generate(PROMPTS, params, use_tqdm=False)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

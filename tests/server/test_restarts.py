@@ -1,0 +1,159 @@
+"""What clients and operators of a server see while its engine restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from paceline.server.admin import AdminEndpoints
+from paceline.server.failures import HttpFailure
+from paceline.server.options import ServerOptions
+from paceline.server.service import Service
+from tests.patience import wait_for
+from tests.server.fake_client import FakeClient
+from tests.server.processes import Process, running
+from tests.server.serving import serving
+from tests.server.test_life import text_of
+
+RESTARTS: dict[str, Any] = {"max_restarts": 3, "stall_timeout": 2.0}
+
+
+def kill_engine(process: Process) -> None:
+    process.find_engine()
+    os.kill(process.engine_pids[0], signal.SIGKILL)
+
+
+def test_a_stream_and_a_whole_reply_go_on_after_the_death_of_their_engine() -> None:
+    with (
+        running("delay_s=0.02 load_s=1.0", engine=RESTARTS) as process,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        stream = process.open_stream(prompt="abc", max_tokens=120)
+        first = stream.read1()
+        fields = {"prompt": "xy", "max_tokens": 120}
+        whole = pool.submit(process.request, "POST", "/v1/completions", **fields)
+        kill_engine(process)
+        wait_for(lambda: b"restarting" in process.request("GET", "/health")[2])
+        status, headers, body = process.request("GET", "/readyz")
+        assert (status, body) == (503, b'{"status":"restarting"}')
+        assert "retry-after" in headers
+        status, _, body = process.request("GET", "/health")
+        assert status == 200
+        assert "SIGKILL" in json.loads(body)["reason"]
+        late = pool.submit(process.request, "POST", "/v1/completions", prompt="q", max_tokens=3)
+        assert text_of(first + stream.read()) == "abc" * 40
+        assert json.loads(whole.result()[2])["choices"][0]["text"] == "xy" * 60
+        assert json.loads(late.result()[2])["choices"][0]["text"] == "qqq"
+        metrics = process.request("GET", "/metrics")[2].decode()
+        assert 'paceline:engine_restarts_total{cause="died",model_name="echo"} 1.0' in metrics
+        assert process.request("GET", "/health")[2] == b'{"status":"ok"}'
+        process.find_engine()
+        process.popen.terminate()
+        assert process.await_exit()[0] == 0
+
+
+def test_without_retry_a_stream_ends_with_an_error_event_and_a_reply_is_a_503() -> None:
+    engine = {**RESTARTS, "retry": False}
+    with running("delay_s=0.02", engine=engine) as process, ThreadPoolExecutor(1) as pool:
+        stream = process.open_stream(prompt="abc", max_tokens=300)
+        stream.read1()
+        fields = {"prompt": "xy", "max_tokens": 300}
+        whole = pool.submit(process.request, "POST", "/v1/completions", **fields)
+        wait_for(lambda: b"num_requests_running" in process.request("GET", "/metrics")[2])
+        kill_engine(process)
+        assert b'"code":"engine_dead"' in stream.read()
+        status, _, body = whole.result()
+        assert status == 503
+        assert json.loads(body)["error"]["code"] == "engine_dead"
+        wait_for(lambda: process.request("GET", "/readyz")[0] == 200)
+        status, _, body = process.request("POST", "/v1/completions", prompt="q", max_tokens=3)
+        assert json.loads(body)["choices"][0]["text"] == "qqq"
+
+
+def test_a_rank_is_drained_and_restarted_by_request() -> None:
+    with running("delay_s=0.02", engine=RESTARTS) as process, ThreadPoolExecutor(1) as pool:
+        before = process.engine_pids
+        stream = process.open_stream(prompt="abc", max_tokens=90)
+        first = stream.read1()
+        drained = pool.submit(process.request, "POST", "/admin/drain?rank=0")
+        assert text_of(first + stream.read()) == "abc" * 30
+        status, _, body = drained.result()
+        assert (status, json.loads(body)["status"]) == (200, "restarted")
+        process.find_engine()
+        assert process.engine_pids != before
+
+
+def test_some_replicas_that_restart_leave_the_server_ready(client: FakeClient) -> None:
+    client.stats.num_replicas, client.stats.num_restarting = 2, 1
+    client.stats.restart_reason = "rank 1: /usr/lib/thing.py failed\ntraceback"
+    with serving(client) as server:
+        assert server.get("/readyz").status == 200
+        told = server.get("/health").json()
+        assert told == {
+            "status": "degraded",
+            "replicas_serving": "1 of 2",
+            "reason": "rank 1: thing.py failed",
+        }
+
+
+def test_admin_checks_its_parameter_and_who_asks(client: FakeClient) -> None:
+    with serving(client, drain_timeout_s=7.0) as server:
+        assert server.request("POST", "/admin/drain?rank=0").status == 200
+        assert client.drained == [(0, 7.0)]
+        for bad in ("", "?rank=", "?rank=x", "?rank=-1", "?rank=9"):
+            reply = server.request("POST", f"/admin/drain{bad}")
+            assert (reply.status, reply.error["param"]) == (400, "rank")
+    with serving(client, api_key="key") as server:
+        assert server.request("POST", "/admin/drain?rank=0").status == 401
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "", "::2", "testclient"])
+def test_without_a_key_admin_is_for_this_machine_only(host: str) -> None:
+    admin = AdminEndpoints(Service(ServerOptions()))
+    request = Request({"type": "http", "client": (host, 1), "headers": []})
+    with pytest.raises(HttpFailure) as caught:
+        admin._check_may(request)
+    assert caught.value.status == 403
+    for local in ("127.0.0.1", "127.8.8.8", "::1"):
+        admin._check_may(Request({"type": "http", "client": (local, 1), "headers": []}))
+
+
+def test_a_request_that_has_waited_too_long_is_a_429_and_one_that_runs_is_not() -> None:
+    client = FakeClient(by_hand=True)
+    with serving(client, max_queue_wait=1.0) as server, ThreadPoolExecutor(2) as pool:
+        waiting, running_one = (pool.submit(server.chat) for _ in range(2))
+        client.await_asked(2)
+        wait_for(lambda: sum(len(job.generations) for job in server.service.jobs) == 2)
+        first, second = server.service.jobs
+        first.generations[0].was_admitted = True
+        wait_for(lambda: second.error is not None)
+        assert first.error is None
+        client.allow(1 << 30)
+        replies = sorted((waiting.result(), running_one.result()), key=lambda r: r.status)
+        assert [r.status for r in replies] == [200, 429]
+        assert int(replies[1].headers["retry-after"]) >= 1
+        assert "--max-queue-wait" in replies[1].error["message"]
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(client, max_queue_wait=5.0) as server:
+        assert server.chat().status == 200
+        client.stats.num_held = 50  # and none runs
+        estimate = server.service._retry_estimate
+        estimate.restart(0.0)
+        estimate._begin_s = None
+        assert server.chat().status == 200  # no rate is known yet
+        monkeypatch.setattr(estimate, "seconds_for", lambda count, now_s: count * 0.2)
+        reply = server.chat()
+        assert reply.status == 429
+        assert "would wait about 10 s" in reply.error["message"]
+        client.stats.num_held = 20
+        assert server.chat().status == 200
