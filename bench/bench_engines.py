@@ -2,16 +2,18 @@
 
 usage: python bench/bench_engines.py ENGINE CASE[,CASE...] [--bs 1,8,32,64] [--load] [--json FILE]
   ENGINE  importable package with LLM and SamplingParams (paceline, vllm)
-  CASE    sm | sm-eagle | l8 | l8-eagle | glm | glm-mtp | q30 (Qwen3-30B-A3B)
+  CASE    sm | sm-eagle | l8 | l8-eagle | l8-long | glm | glm-mtp | q30 (Qwen3-30B-A3B)
+          q35 | q35-mtp (Qwen3.5-9B) | q35-moe | q35-moe-mtp (Qwen3.5-35B-A3B)
 
-Weights are random, acceptance is forced to a mean of 2.5 tokens per step (K = 3: one draft always,
-another every second time), so that engines are compared on the same work. Prompts of 128 tokens,
-greedy, no prefix cache. With random weights the bias of glm's router decides alone, here and
-elsewhere: all rows of a step choose the same four experts of a layer. q30's router has none: its
-rows spread over all experts, as real ones do.
-TPOT = (time of 288 tokens - time of 32 tokens) / 256, medians of three runs or more (of so many as
-fill two seconds), the two in turns, prompts fresh each time.
---load measures prompts and output under load instead. Each case has its engine to itself.
+Weights are random. Acceptance is forced to a mean of 2.5 tokens per step (K = 3: one draft always,
+another every second time), so that engines do the same work. Prompts of 128 tokens, greedy, no
+prefix cache. With random weights the bias of glm's router alone decides, in every engine: all rows
+of a step choose the same four experts of a layer. q30's router has no bias: its rows spread over
+all experts, as with real weights.
+TPOT = (time of 288 tokens - time of 32 tokens) / 256. Medians of at least three runs, and of more
+until two seconds are filled. Short and long runs alternate; prompts are new each time.
+--load measures prompts and output under load instead; --contexts measures requests with long
+contexts: the median of steps in which every request decodes. Each case has its own engine.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from typing import Any
 from bench.graph_check import NUM_PROMPTS, PROMPT_TOKENS, GraphCheck
 from bench.model_configs import CONFIGS, weight_bytes_per_step, write_configs
 from bench.resting import wait_for_rest
-from paceline.commands.report import machine, package_version, resolved, step_times
-from paceline.engine.engine import SPARE_AFTER_S
+from paceline.commands.machine import package_version
+from paceline.commands.report import machine, resolved, step_times
+from paceline.engine.loop_state import SPARE_AFTER_S
 
 NUM_DRAFTS, TOKENS_PER_STEP = 3, 2.5
 SYNTHETIC = {
@@ -45,6 +48,8 @@ SYNTHETIC = {
     "synthetic_acceptance_length": TOKENS_PER_STEP,
 }
 SHORT, LONG = 32, 288
+# Of a run over a long context: tokens, and the last steps, in which requests end one by one.
+CONTEXT_TOKENS, CONTEXT_END = 160, 32
 ENOUGH_S, MOST_RUNS = 2.0, 15
 PROMPT_LOADS = ((1, 4096), (8, 2048), (1, 128))
 OUTPUT_LOADS = ((256, 512, 128), (1, 4000, 256), (64, 4000, 64))
@@ -55,7 +60,7 @@ BANDWIDTH_BYTES_S = {"H200": 4.8e12, "H100": 3.35e12}
 
 @dataclass(frozen=True)
 class Case:
-    """A target, and how drafts are made for it."""
+    """A target and its drafter."""
 
     model: str
     method: str | None = None
@@ -77,9 +82,14 @@ CASES = {
     "sm-eagle": Case("sm", "eagle", "sm-eagle"),
     "l8": Case("l8"),
     "l8-eagle": Case("l8", "eagle", "l8-eagle"),
+    "l8-long": Case("l8-long"),
     "glm": Case("glm"),
     "glm-mtp": Case("glm", "mtp"),
     "q30": Case("q30"),
+    "q35": Case("q35"),
+    "q35-mtp": Case("q35", "mtp"),
+    "q35-moe": Case("q35-moe"),
+    "q35-moe-mtp": Case("q35-moe", "mtp"),
 }
 
 
@@ -103,7 +113,7 @@ def main() -> int:
 
 
 def write_record(path: Path, record: dict[str, Any], models: Path) -> None:
-    """Models go by their names: where this machine kept them is nobody's business."""
+    """Replace paths of models by their names: a record holds no machine paths."""
     text = json.dumps(record, indent=1).replace(f"{models}/", "")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
@@ -120,6 +130,9 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--sync", action="store_true", help="no run-ahead")
     parser.add_argument("--load", action="store_true", help="prompts and output under load")
+    parser.add_argument(
+        "--contexts", default="", help="requests and tokens of each, such as 1x64000,8x16000"
+    )
     parser.add_argument(
         "--sampled", default="", help="requests at once, also with temperature 0.8, top_p 0.95"
     )
@@ -139,20 +152,23 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     args.bs = [int(text) for text in args.bs.split(",")]
+    pairs = (text.split("x") for text in args.contexts.split(",") if text)
+    args.contexts = [(int(count), int(length)) for count, length in pairs]
     args.sampled = [int(text) for text in args.sampled.split(",") if text]
     return args
 
 
 def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, Any]:
-    """Of `LLM(...)`: as small as the measurement allows, the same work for every engine."""
+    """Keywords of `LLM(...)`: as few as the measurement needs, the same for every engine."""
     longest = 8192 if args.load else max(2048, -(-(args.prompt + LONG) // 256) * 256)
+    longest = max(longest, *(length + 256 for _, length in args.contexts), 0)
     asked: dict[str, Any] = {
         "model": str(models / case.model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": longest,
-        "max_num_seqs": 256 if args.load else max(64, *args.bs),
+        "max_num_seqs": 256 if args.load else 64 if args.contexts else max(64, *args.bs),
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.85,
         **ENGINE_KEYWORDS.get(args.engine, {}),
@@ -187,6 +203,10 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
                 return record
         if args.load:
             record |= under_load(bench)
+        elif args.contexts:
+            record["tpot_ms"] = {
+                f"{n}x{length}": bench.context_ms(n, length) for n, length in args.contexts
+            }
         else:
             record["tpot_ms"] = {n: bench.time_per_token_ms(n, args.prompt) for n in args.bs}
         if args.sampled:
@@ -194,7 +214,7 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
     shown = ("engine", "case", "init_s", "tpot_ms", "sampled_tpot_ms")
     line = {k: v for k, v in record.items() if k in shown or k.endswith("tok/s")}
     print("RESULT", json.dumps(line), flush=True)
-    if not args.load:
+    if not args.load and not args.contexts:
         record |= bandwidth(case, record["tpot_ms"], bench.tokens_per_step)
     record["steps"] = bench.steps
     print_steps(bench.steps, record.get("bandwidth_share"))
@@ -207,7 +227,7 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
 def eager_answers(engine: Any, case: Case, asked: dict[str, Any]) -> GraphCheck:
     rng = random.Random(1)
     prompts = [random_prompt(rng, case.vocab_size, PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
-    is_ours = engine.__name__ == "paceline"  # only there can a request go without drafts
+    is_ours = engine.__name__ == "paceline"  # only Paceline can turn drafts off per request
     check = GraphCheck(engine.SamplingParams, prompts, case.method is not None and is_ours)
     with opened(engine, {**asked, "enforce_eager": True}) as (llm, _):
         check.learn(llm)
@@ -216,7 +236,7 @@ def eager_answers(engine: Any, case: Case, asked: dict[str, Any]) -> GraphCheck:
 
 @contextmanager
 def opened(engine: Any, asked: dict[str, Any]) -> Iterator[tuple[Any, float]]:
-    """(an LLM, seconds until it was ready); the GPU is free again afterwards."""
+    """(an LLM, seconds until it was ready). Frees the GPU afterwards."""
     started_s = time.perf_counter()
     llm = engine.LLM(**asked)
     try:
@@ -230,7 +250,7 @@ def opened(engine: Any, asked: dict[str, Any]) -> Iterator[tuple[Any, float]]:
 
 
 class Bench:
-    """Timed calls of one LLM with prompts that it never saw."""
+    """Timed calls of one LLM, each with new prompts."""
 
     def __init__(self, llm: Any, params: Callable[..., Any], vocab_size: int) -> None:
         self._llm = llm
@@ -238,7 +258,7 @@ class Bench:
         self._vocab_size = vocab_size
         self._how = {"temperature": 0.0}
         self._rng = random.Random(0)
-        # What the engine measured of its steps, by requests at once or by load.
+        # Step times measured by the engine, by number of requests or by load.
         self.steps: dict[int | str, dict[str, Any]] = {}
         self.tokens_per_step: dict[int | str, float] = {}
 
@@ -256,18 +276,30 @@ class Bench:
         return elapsed_s
 
     def time_per_token_ms(self, batch: int, prompt: int) -> float:
-        """Short and long runs take turns: what slows an engine down for a while (a shape of steps
-        that is new, a GPU that grows warm) meets both, and is no part of their difference."""
-        # Shapes of steps that prompts make on their way in are met here for the first time.
+        """Short and long runs alternate, so that a slow period (a new step shape, a warmer GPU)
+        affects both and cancels out in their difference."""
+        # The first run meets the step shapes of the prompts.
         self.run(batch, LONG, prompt)
         short_s: list[float] = []
         long_s: list[float] = []
         with self.watched(batch):
-            # Requests end where their acceptance takes them, so runs vary: more of short ones.
+            # With forced acceptance runs vary in length, so short ones are repeated more.
             while len(long_s) < 3 or (sum(long_s) < ENOUGH_S and len(long_s) < MOST_RUNS):
                 short_s.append(self.run(batch, SHORT, prompt))
                 long_s.append(self.run(batch, LONG, prompt))
         return round((median(long_s) - median(short_s)) / (LONG - SHORT) * 1e3, 4)
+
+    def context_ms(self, batch: int, prompt: int) -> float:
+        """Per output token: the median of steps in which all requests decode, two runs."""
+        self.run(batch, 2, prompt)
+        steps_s: list[float] = []
+        for _ in range(2):
+            stats = self._llm.get_metrics()
+            stats.recent.clear()
+            self.run(batch, CONTEXT_TOKENS, prompt)
+            decoding = list(stats.recent)[-CONTEXT_TOKENS + CONTEXT_END : -CONTEXT_END]
+            steps_s += [t.idle_s + t.busy_s for t in decoding if t.idle_s >= 0.0]
+        return round(median(steps_s) * 1e3, 4)
 
     def sampled(self, batches: list[int], prompt: int) -> dict[str, Any]:
         """The same for sampled requests."""
@@ -283,7 +315,7 @@ class Bench:
 
     @contextmanager
     def watched(self, what: int | str) -> Iterator[None]:
-        """Take the engine's own times of the steps meanwhile, where it has them."""
+        """Record the engine's step times meanwhile, if it has them."""
         if not hasattr(self._llm, "get_metrics"):
             yield
             return
@@ -320,7 +352,7 @@ def under_load(bench: Bench) -> dict[str, int]:
 def bandwidth(
     case: Case, tpot_ms: dict[int, float], tokens_per_step: dict[int | str, float]
 ) -> dict[str, Any]:
-    """How much of what the memory can move in a step's time the step's weights are."""
+    """Share of the memory bandwidth that reading the weights of a step takes."""
     num_bytes = weight_bytes_per_step(case.model, case.head, NUM_DRAFTS if case.method else 0)
     peak = next((v for k, v in BANDWIDTH_BYTES_S.items() if k in gpu().get("name", "")), None)
     if num_bytes is None or peak is None:
@@ -355,8 +387,8 @@ def print_steps(
 
 
 def settle(llm: Any) -> float:
-    """Let an engine of ours capture what it captures while nobody asks for anything, so that no
-    timed run does. Others have done all that by now. Seconds that it took."""
+    """Wait until Paceline has captured its idle-time graphs, so that no timed run captures one.
+    Other engines capture at start-up. Returns the seconds it took."""
     client = getattr(llm, "_client", None)
     if client is None:
         return 0.0
@@ -364,7 +396,7 @@ def settle(llm: Any) -> float:
 
 
 def asked_of(llm: Any) -> dict[str, Any]:
-    """What the engine made of the keywords, where it can be asked."""
+    """The resolved configuration, if the engine exposes it."""
     client = getattr(llm, "_client", None)
     if client is None:
         return {}
@@ -380,7 +412,7 @@ def engine_version(name: str) -> str | None:
 
 
 def gpu() -> dict[str, str]:
-    """Asked of the driver, so that this process needs no CUDA of its own."""
+    """From the driver, so that this process needs no CUDA context."""
     fields = ("name", "driver_version", "memory.total")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:

@@ -1,14 +1,14 @@
-"""What clients that leave cost those who stay: the first token after many disconnects.
+"""Time to first token of a request after many other clients have disconnected.
 
 usage: python -m bench.disconnects [--clients 1000] [--storm 3000] [--json FILE] [-- FLAGS OF SERVE]
 
-Starts `paceline serve` (the default model on CPU, unless flags are given) and measures
-the time to the first token of one request
+Starts `paceline serve` (the default model on CPU, unless flags are given) and measures the time to
+the first token of one request
   - on the idle server (median of five);
-  - right after `--clients` requests were open at once and all their clients left, with prompts of
-    1 and of 500 tokens;
-  - right after `--storm` requests were opened and left within ten seconds.
-Counts the answers of the clients, 429 among them.
+  - right after `--clients` clients with open requests disconnected at once, with prompts of 1 and
+    of 500 tokens;
+  - right after `--storm` clients connected and disconnected within ten seconds.
+Counts the replies to those clients by status, 429 included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.commands.report import machine
 
 VOCAB = 49_000
 STORM_S = 10.0
-LENGTHS = (1, 500)  # of the prompts of those who leave, in tokens
+LENGTHS = (1, 500)  # prompt tokens of the clients that disconnect
 ANSWER_S = 600.0
 
 
@@ -71,7 +71,7 @@ def request_bytes(length: int, seed: int, max_tokens: int) -> bytes:
 
 
 async def first_token_s(port: int) -> float:
-    """Of a short request, alone on its connection. A 429 is tried again, and counts as waiting."""
+    """Of a short request on a new connection. A 429 is retried; that time counts too."""
     begin_s = time.monotonic()
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -86,7 +86,7 @@ async def first_token_s(port: int) -> float:
 
 
 class Crowd:
-    """Clients that ask for a long answer and leave without it."""
+    """Clients that ask for a long answer and disconnect before its end."""
 
     def __init__(self, port: int, length: int) -> None:
         self._port = port
@@ -101,7 +101,7 @@ class Crowd:
         self._open.append((reader, writer))
 
     def leave(self, count: int | None = None) -> None:
-        """The oldest `count` clients, or all. One that was answered says what it was told."""
+        """Disconnect the oldest `count` clients, or all, and count the replies they had."""
         for reader, writer in self._open[:count]:
             said = bytes(reader._buffer[9:12])  # type: ignore[attr-defined]  # what has come so far
             self.answers[said.decode() or "none yet"] += 1
@@ -110,7 +110,7 @@ class Crowd:
 
 
 async def after_disconnects(port: int, count: int, length: int) -> dict[str, Any]:
-    """Everybody is there, then everybody leaves."""
+    """All clients connect, then all disconnect."""
     crowd = Crowd(port, length)
     begin_s = time.monotonic()
     for first in range(0, count, 50):
@@ -123,7 +123,7 @@ async def after_disconnects(port: int, count: int, length: int) -> dict[str, Any
 
 
 async def after_storm(port: int, count: int, length: int) -> dict[str, Any]:
-    """Clients come and leave at once, for ten seconds."""
+    """Clients connect and disconnect at once, for ten seconds."""
     crowd = Crowd(port, length)
     begin_s = time.monotonic()
     step, num_steps = max(1, count // 100), 100

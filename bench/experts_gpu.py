@@ -1,7 +1,7 @@
-"""The products of experts on a GPU: tiles against each other, inside CUDA graphs.
+"""Compares tiles for the products of experts on a GPU, inside CUDA graphs.
 
 Run as `python -m bench.experts_gpu`: prints µs and TB/s of both products by row count, the best
-tile of each bucket, and whole calls. "fixed": all rows choose the same experts; "spread": anything.
+tile of each bucket, and whole calls. "fixed": all rows choose the same experts; "spread": random.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.kernels.experts.triton.products import ExpertTile, apply_experts, 
 
 ROWS = (1, 8, 32, 64, 128, 256)
 REGIMES = ("fixed", "spread")
-NUM_LAYERS = 4  # each call takes the next one, and other experts of it: no cache holds them
+NUM_LAYERS = 4  # each call uses the next set and other experts, so that no cache holds them
 TOLERANCE = 6e-3
 
 
@@ -90,11 +90,11 @@ class Try(NamedTuple):
 
 
 def cut(outputs: int, inputs: int, warps: int, stages: int, per_sm: int) -> ExpertTile:
-    """For any number of rows."""
+    """A tile for any number of rows."""
     return ExpertTile(0, outputs, inputs, warps, stages, per_sm)
 
 
-# By the rows that a tile has room for. None spills, and as many programs fit as are named.
+# By the rows of a tile. None spills, and the named number of programs fits.
 FEW = {
     16: [
         cut(64, 128, 4, 4, 2),
@@ -142,7 +142,7 @@ MANY = [
 
 
 def tries(rows: int, is_gated: bool) -> Iterator[Try]:
-    """What is worth a try for as many rows."""
+    """Tiles to try for this number of rows."""
     bucket = max(16, 1 << (rows - 1).bit_length())
     ahead = 0 if is_gated else 512
     for number, tile in enumerate(FEW.get(bucket, [])):
@@ -174,7 +174,7 @@ class Operands:
         self.out = torch.zeros(out, device=device, dtype=dtype if is_gated else torch.float32)
 
     def run(self, chosen: Any, tile: ExpertTile, index: int) -> None:
-        """`chosen` may be laid out."""
+        """`chosen` may be laid out in blocks."""
         matrix = self.matrices[index % len(self.matrices)]
         weight = None if self.is_gated else self.weight
         multiply_rows(self.x, chosen, self.model.num_taken, weight, matrix, self.out, tile)
@@ -216,7 +216,7 @@ def compiling_only() -> Iterator[None]:
 
 
 def compile_all(models: list[Model], rows_list: list[int], workers: int) -> None:
-    """Fill Triton's cache from many processes, none of which touches the GPU."""
+    """Fill Triton's cache from many processes that do not use the GPU."""
     jobs = {
         (model, each, is_gated)
         for model in models
@@ -293,7 +293,7 @@ def time_products(
 
 
 def error_of(operands: Operands, each: Try, wanted: Tensor) -> float:
-    """Largest relative error against the reference; infinite where a tile does not run."""
+    """Largest relative error against the reference; infinite if a tile does not run."""
     chosen = operands.model.choices(operands.rows, "spread", 1, "cuda")
     operands.out.fill_(float("nan"))
     title = f"{operands.model.name} {operands.rows} {each}"
@@ -323,7 +323,7 @@ def tiles_in_use(gated: Try, plain: Try) -> Iterator[None]:
 
 
 def time_calls(model: Model, layers: list[ExpertWeights], found: list[Timing], rows: int) -> None:
-    """Whole calls: with the tiles of the repository, and with the best ones of each kind."""
+    """Whole calls: with the tiles of the repository, and with the best tile of each kind."""
     for regime in REGIMES:
         calls = 16
         choices = [model.choices(rows, regime, i, "cuda") for i in range(calls)]
@@ -363,7 +363,7 @@ def report(found: list[Timing], model: str, rows: int) -> None:
 
 
 def report_buckets(found: list[Timing]) -> None:
-    """Per product and row count: how much slower than the best a tile is, over everything."""
+    """Per product and row count: each tile's time relative to the best, over all cases."""
     for rows in sorted({x.rows for x in found}):
         for is_gated in (True, False):
             own = [x for x in found if x.rows == rows and x.is_gated == is_gated]

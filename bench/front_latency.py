@@ -1,10 +1,10 @@
-"""How long /health and /metrics take while a client sends the worst request of each kind.
+"""Latency of /health and /metrics while a client sends the most expensive request of each kind.
 
 usage: python bench/front_latency.py [CASE ...] [--model MODEL] [--json FILE] [-- FLAG ...]
 
-Starts `paceline serve`, sends each case once and meanwhile asks for /health and /metrics, each on a
-connection of its own. Prints the worst answer of both, and the memory of the front process before,
-at most and afterwards. Fails when an answer takes longer than LIMIT_S.
+Starts `paceline serve`, sends each case once and meanwhile polls /health and /metrics, each on a
+separate connection. Prints the largest latency of both, and the memory of the front process before,
+at its peak and afterwards. Fails if a reply takes longer than LIMIT_S.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CASES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "1,000 prompts with 40,000 allowed tokens": lambda: _text(
         prompt=["Hi"] * 1000, max_tokens=1, allowed_token_ids=list(range(40_000))
     ),
-    # Within the limits, and as much work as fits there.
+    # Within the limits, and as expensive as they allow.
     "1,000 prompts": lambda: _text(prompt=["The quick brown fox jumps."] * 1000, max_tokens=1),
     "100 choices of a long prompt": lambda: _text(prompt=[5] * 8000, n=100, max_tokens=1),
     "10 prompts with 40,000 allowed tokens": lambda: _text(
@@ -150,7 +150,7 @@ def server(model: str, flags: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def measure(pid: int, port: int, name: str) -> dict[str, Any]:
-    """One case: what it was answered, and how long the others waited for theirs."""
+    """One case: its replies, and the latency of the polls meanwhile."""
     before, over = resident_mb(pid), threading.Event()
     most = [before]
     samples: dict[str, list[tuple[float, float]]] = {"/health": [], "/metrics": []}
@@ -181,7 +181,7 @@ def measure(pid: int, port: int, name: str) -> dict[str, Any]:
         "case": name,
         **json.loads(done.stdout),
         "worst_s": {path: round(max(found)[0], 4) for path, found in samples.items()},
-        # Of the worst: while the front was ready to run and had no CPU, because others had them.
+        # Part of the largest latency in which the front was runnable but had no CPU.
         "without_cpu_s": {path: round(max(found)[1], 4) for path, found in samples.items()},
         "median_s": {
             path: round(median(s for s, _ in found), 4) for path, found in samples.items()
@@ -204,7 +204,7 @@ def timed_get(port: int, path: str) -> float:
 
 
 def queued_s(pid: int) -> float:
-    """How long the event loop's thread has waited for a CPU since it began."""
+    """Seconds that the event loop's thread has waited for a CPU since it started."""
     return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
 
@@ -214,7 +214,7 @@ def resident_mb(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-# ---- in a process of its own: sending must not slow the clock that measures
+# ---- in a separate process, so that sending does not delay the measurement
 
 
 def send(port: int, name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Matrix products of a decode step on a GPU: tiles of ours against cuBLAS, inside CUDA graphs.
+"""Matrix products of a decode step on a GPU: our tiles against cuBLAS, inside CUDA graphs.
 
 Run as `python -m bench.gemm_gpu`: prints µs and TB/s of each product by row count, then whole layer
-stacks. `--write` also puts the best tile of each shape into paceline/kernels/linear/tiles.json, and
-`--table` into a file elsewhere.
+stacks. `--write` also writes the best tile of each shape to paceline/kernels/linear/tiles.json, or
+to the file given by `--table`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 WORKING_SET_BYTES = 400e6
 EPS = 1e-5
 LOGITS = torch.float32  # the plain products are heads
-# What cuBLAS needs beside a product and ours do themselves: a norm, a rotation, an activation.
+# Separate kernels that cuBLAS needs and our products include: norm, rotation, activation.
 BESIDE_US = 3.0
 TOLERANCE = 6e-3  # bf16 results of fp32 sums
 
@@ -75,9 +75,10 @@ MODELS = {
 
 
 def square_counts(shape: Shape, rows: int) -> list[int]:
-    """Into how many partial sums the products in front may cut the squares of a row; likely first.
+    """Numbers of partial sums of squares that the product in front may write; the likely one first.
 
-    In front of the heads is the down projection, or nothing; in front of gate and up, attention's.
+    In front of the heads is the down projection or nothing; in front of gate and up, that of
+    attention.
     """
     if shape.end not in ("heads", "gated"):
         return [1]
@@ -180,7 +181,7 @@ def error_of(wanted: list[Tensor], shape: Shape, rows: int, product: Product, ti
 
 
 def time_shape(shape: Shape, rows_list: list[int]) -> Iterator[tuple[int, str, Any, float]]:
-    """(rows, who, tile, µs) of cuBLAS and of every candidate."""
+    """(rows, contender, tile, µs) of cuBLAS and of every candidate."""
     weights = [
         torch.empty(shape.n, shape.k, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
         for _ in range(shape.num_copies)
@@ -214,7 +215,7 @@ Job = tuple[Shape, Tile, int]
 
 
 def compile_all(shapes: list[Shape], rows_list: list[int], workers: int) -> None:
-    """Fill Triton's cache from many processes, none of which touches the GPU."""
+    """Fill Triton's cache from many processes that do not use the GPU."""
     jobs = list(dict.fromkeys(x for rows in rows_list for x in _jobs(shapes, rows)))
     begin = time.monotonic()
     context = multiprocessing.get_context("fork")
@@ -299,7 +300,7 @@ def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
 
 
 def time_stacks(name: str, rows_list: list[int], found: list[Any], deadline: float) -> None:
-    """Products and norms of all layers, attention left out, µs: ours, ours in turn, cuBLAS."""
+    """Products and norms of all layers without attention, µs: ours, ours in turn, cuBLAS."""
     from bench.gemm_stack import Stack
 
     stack = Stack(name)
@@ -314,7 +315,7 @@ def time_stacks(name: str, rows_list: list[int], found: list[Any], deadline: flo
         for title, is_fused, is_dependent in VARIANTS:
             with launched(is_dependent):
                 took = timed(lambda _: stack.run(residual, rotation, inputs, is_fused), 1)  # noqa: B023
-            line += f" | {title} {took:8.1f} ({took / count:6.2f} a layer)"
+            line += f" | {title} {took:8.1f} ({took / count:6.2f} per layer)"
         print(line)
 
 
@@ -336,7 +337,7 @@ def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -
         here = [x for x in found if x[:2] == (shape, rows)]
         own = sorted((x for x in here if x[2] == "own"), key=lambda x: x[4])
         cublas = min((x[4] for x in here if x[2] == "cublas"), default=0.0)
-        # cuBLAS needs kernels beside it that are part of ours.
+        # cuBLAS needs separate kernels that our products include.
         choices: list[Any] = [x[3] for x in own[:best_of] if x[4] < 1.5 * cublas]
         choices = [y for x in choices for y in variants(x)]
         choices.append("cublas")
@@ -347,7 +348,7 @@ def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -
         time_with(best)
         shown = [f"{x:.0f} {'cublas' if y == 'cublas' else _short(y)}" for x, y in tried]
         print(f"   {rows} {shape}: {', '.join(shown)}")
-    # A lone product of cuBLAS between fused ones may look bad where all of them would not.
+    # One cuBLAS product between fused ones may be slow where all of them would not be.
     if time_with(dict.fromkeys(shapes, "cublas")) > least:
         time_with(best)
 
@@ -357,7 +358,7 @@ VARIANTS = (("fused", True, True), ("in turn", True, False), ("cuBLAS", False, T
 
 @contextmanager
 def launched(is_dependent: bool) -> Iterator[None]:
-    """Without dependent launches, if asked: each kernel begins when the one in front has ended."""
+    """Without dependent launches, if asked: each kernel starts after the one before has ended."""
     launch = products._launch
     if not is_dependent:
         products._launch = lambda num_warps, is_dependent: launch(num_warps, False)
@@ -374,7 +375,7 @@ def _short(tile: Any) -> str:
 
 
 def fill_table(found: list[tuple[str, int, str, Any, float]]) -> None:
-    """The fastest of each bucket, measured at its largest row count; `tune` looks closer."""
+    """The fastest of each bucket at its largest row count; `tune` refines the choice."""
     known = tiles._table().setdefault(torch.cuda.get_device_name(), {})
     for shape, rows, _, _, _ in found:
         if rows in tiles.BUCKETS:
@@ -386,7 +387,7 @@ def fill_table(found: list[tuple[str, int, str, Any, float]]) -> None:
 
 
 def table_text() -> str:
-    """JSON with one tile a line."""
+    """JSON with one tile per line."""
     gpus = []
     for gpu, shapes in tiles._table().items():
         blocks = []

@@ -1,6 +1,6 @@
 """A whole stack of decoder layers without attention: fused products against a chain with cuBLAS.
 
-Used by bench/gemm_gpu; only times, weights are random.
+Used by bench/gemm_gpu for timing; weights are random.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from bench.model_configs import CONFIGS
 from paceline.kernels.elementwise import triton as elementwise
 from paceline.kernels.linear import tiles
 from paceline.kernels.table import Kernels
-from paceline.layers.attention import ForwardInputs
+from paceline.layers.attention import ForwardInputs, GroupedAttention
 from paceline.layers.linear import CudaLinear
-from paceline.models.decoder import DenseLayer, LayerPass
+from paceline.layers.mlp import GatedMlp
+from paceline.models.decoder import DecoderLayer, DenseLayer, LayerPass
 from paceline.models.families import read_spec
 from paceline.models.fused_cuda import CudaLayers, Tiles
 from paceline.state.pages import LayerPages
@@ -25,14 +26,14 @@ SPECS = {name: read_spec(CONFIGS[name]) for name in ("sm", "l8")}
 
 
 def no_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
-    """No kernel at all: some contiguous numbers of the right shape, undefined ones among them."""
+    """Replaces attention by a view of the right shape, partly undefined. Runs no kernel."""
     rows, width = qkv_TD.shape
     num_q = width - 2 * key.shape[0] * key.shape[2]
     return qkv_TD.view(-1)[: rows * num_q].view(rows, num_q)
 
 
 def query_as_attention(qkv_TD: Tensor, key: Tensor, *_: Any) -> Tensor:
-    """The queries: defined everywhere."""
+    """Returns the queries, which are all defined."""
     return qkv_TD[:, : qkv_TD.shape[1] - 2 * key.shape[0] * key.shape[2]].contiguous()
 
 
@@ -46,10 +47,16 @@ KERNELS = Kernels(
 
 
 class _TorchLayers(CudaLayers):
-    """As if there were very many rows: torch's products, and kernels between them."""
+    """The path for many rows: torch's products with separate kernels between them."""
 
-    def _choose(self, num_rows: int) -> Tiles:
-        return Tiles(None, None, None, None)
+    def _choose(self, num_rows: int) -> list[Tiles]:
+        return [Tiles(None, None, None, None)] * len(self._layers)
+
+
+def _layer(attention: GroupedAttention, mlp: GatedMlp, width: int) -> DenseLayer:
+    layer = DenseLayer.of(DecoderLayer(_norm(width), attention, _norm(width), mlp))
+    assert layer is not None
+    return layer
 
 
 class Stack:
@@ -61,13 +68,19 @@ class Stack:
         inner = CONFIGS[name]["intermediate_size"]
         num_q, num_kv = spec.num_heads * head, spec.num_kv_heads * head
         self.layers = [
-            DenseLayer(
-                input_norm=_norm(width),
-                qkv=_linear(num_q + 2 * num_kv, width),
-                o=_linear(width, num_q),
-                post_norm=_norm(width),
-                gate_up=_linear(2 * inner, width),
-                down=_linear(width, inner),
+            _layer(
+                GroupedAttention(
+                    qkv=_linear(num_q + 2 * num_kv, width),
+                    o=_linear(width, num_q),
+                    kernels=KERNELS,
+                    scale=head**-0.5,
+                ),
+                GatedMlp(
+                    gate_up=_linear(2 * inner, width),
+                    down=_linear(width, inner),
+                    silu_and_mul=KERNELS.silu_and_mul,
+                ),
+                width,
             )
             for _ in range(num_layers or spec.num_layers)
         ]
@@ -80,7 +93,7 @@ class Stack:
         self.plain = _TorchLayers(spec, self.layers, KERNELS)
 
     def run(self, residual_TD: Tensor, rotation_TH: Tensor, inputs: Any, is_fused: bool) -> Tensor:
-        """The last layer's share; `residual_TD` is updated in place."""
+        """The last layer's output; `residual_TD` is updated in place."""
         layers = self.fused if is_fused else self.plain
         return layers(LayerPass(residual_TD, rotation_TH, inputs, self.pages)).delta_TD
 
@@ -88,16 +101,23 @@ class Stack:
         """Relative, between the fused layers and the chain of plain ones."""
         residual, rotation, inputs = self.inputs(rows)
         sums = []
-        kernels = KERNELS._replace(paged_attention=query_as_attention)
-        self.fused._kernels = self.plain._kernels = kernels
+        self._attend_with(query_as_attention)
         for is_fused in (True, False):
             copy = residual.clone()
             sums.append(self.run(copy, rotation, inputs, is_fused) + copy)
-        self.fused._kernels = self.plain._kernels = KERNELS
+        self._attend_with(no_attention)
         return float((sums[0] - sums[1]).norm() / sums[1].norm())
 
+    def _attend_with(self, paged_attention: Any) -> None:
+        kernels = KERNELS._replace(paged_attention=paged_attention)
+        for layers in (self.fused, self.plain):
+            layers._kernels = kernels
+        for layer in self.layers:
+            assert layer.plain is not None
+            layer.plain.kernels = kernels
+
     def forget(self) -> None:
-        """The table has changed."""
+        """Call after the table has changed."""
         tiles.pick_tile.cache_clear()
         self.fused._tiles.cache_clear()
 

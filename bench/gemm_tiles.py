@@ -1,4 +1,4 @@
-"""Tiles that bench/gemm_gpu tries, and a way to compile them without a GPU; times nothing."""
+"""Tiles that bench/gemm_gpu tries, and how to compile them without a GPU. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triton.runtime import driver
 from paceline.kernels.linear.tiles import Tile
 from paceline.kernels.linear.triton import products
 
-# By how many rows and outputs: (rows, outputs, inputs, warps, stages, splits, shares summed apart).
-# Chosen so that a product fills 132 multiprocessors about once, by one program of up to 227 KiB or
-# two of half that, and checked to compile for them without spills.
-# Outputs: "wide" beyond 16384 (gate and up: half of each), "deep" few from many inputs.
+# By rows and outputs: (rows, outputs, inputs, warps, stages, splits, splits summed separately).
+# Chosen so that a product fills 132 multiprocessors about once, with one program of up to 227 KiB
+# or two of half that each. All compile without spills.
+# Outputs: "wide" above 16384 (gate and up: half of each), "deep" few outputs from many inputs.
 Cuts = tuple[tuple[int, int, int, int, int, int, bool], ...]
 FEW: dict[str, Cuts] = {
     "wide": (
@@ -119,7 +119,7 @@ AHEAD = 512
 
 
 def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """Tiles worth a try for `rows` rows of an n x k weight."""
+    """Tiles to try for `rows` rows of an n x k weight."""
     if k < 2048:
         yield from _small(n, k, rows)
     elif rows == 1:
@@ -137,12 +137,12 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Tile]:
 
 
 def variants(tile: Tile) -> list[Tile]:
-    """The same tile with and without weights that are pulled ahead: only a chain can tell."""
+    """The same tile with and without prefetched weights; only a stack shows which is faster."""
     return [tile, tile._replace(ahead=0)] if tile.kind == "tma" and tile.ahead else [tile]
 
 
 def _small(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """All weights of a program are on their way before it waits."""
+    """A program requests all its weights before it waits."""
     width = 1 << (k - 1).bit_length()
     if rows == 1:
         cuts = ((8, 4), (16, 4), (8, 2)) if n > 16384 else ((4, 1), (4, 2), (8, 2))
@@ -185,7 +185,7 @@ def _many_small(n: int, k: int, rows: int) -> Iterator[Tile]:
 
 
 def _few_large(n: int, rows: int) -> Iterator[Tile]:
-    """(outputs, warps, chunks in flight, inputs pulled ahead) of tiles straight from memory."""
+    """(outputs, warps, chunks in flight, inputs prefetched) of tiles that read memory directly."""
     block_t = max(rows, 8)
     cuts = {
         8: ((16, 4, 4, 0), (16, 8, 4, 0), (16, 8, 2, 0), (32, 4, 4, 0), (16, 8, 4, 4096)),
@@ -198,7 +198,7 @@ def _few_large(n: int, rows: int) -> Iterator[Tile]:
 
 
 def _many_large(n: int, k: int, rows: int) -> Iterator[Tile]:
-    """Tiles that the copy engine brings; those of 32 rows serve fewer as well."""
+    """Tiles loaded by TMA; those of 32 rows also take fewer rows."""
     few = "deep" if k > 8192 else "narrow"
     width = "wide" if n > 16384 else "middle" if n > 4096 else few
     heights = (16, 32) if rows == 16 else (max(rows, 32),)
@@ -209,7 +209,7 @@ def _many_large(n: int, k: int, rows: int) -> Iterator[Tile]:
 
 
 class NoGpu:
-    """What Triton asks of a driver when it only compiles for a Hopper GPU."""
+    """The driver interface that Triton needs to compile for a Hopper GPU."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -225,7 +225,7 @@ class NoGpu:
 
 
 class _Warm:
-    """A kernel that is compiled where it would be launched."""
+    """A kernel whose launch only compiles it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -235,7 +235,7 @@ class _Warm:
 
 
 class CompileOnly:
-    """Inside, the kernels of linear/triton are compiled into the cache and not run."""
+    """In this context, launches of linear/triton kernels only compile them into the cache."""
 
     def __enter__(self) -> Self:
         driver.set_active(NoGpu())

@@ -1,9 +1,9 @@
-"""Every figure that the docs give for one GPU, in one go: bench/results/<gpu>/*.json and a table.
+"""All figures that the docs give for one GPU: writes bench/results/<gpu>/*.json, prints a table.
 
 usage: python bench/gpu_record.py [--only tpot,load] [--seconds 1500] [--out DIR]
 
-Runs are in order of weight, each in a process of its own; what does not fit into --seconds is left
-out and said so. The table holds what vLLM 0.26.0 measured on an H200 with the same script.
+The most important runs come first, each in a separate process. Runs that do not fit into --seconds
+are skipped and listed. The table also has vLLM 0.26.0 on an H200, measured with the same script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run:
 
     name: str
     arguments: tuple[str, ...]
-    seconds: int  # it takes about so long, start-up included
+    seconds: int  # expected time, start-up included
     script: str = "bench_engines"
 
     def command(self, out: Path) -> list[str]:
@@ -52,7 +52,7 @@ def _engines(name: str, cases: str, seconds: int, *more: str) -> Run:
     return Run(name, ("paceline", cases, *more), seconds)
 
 
-# Sampled figures come out of the engine that the greedy ones do: their ratio is of one run.
+# Sampled and greedy figures come from one engine, so their ratio is of one run.
 _SAMPLED = {"sm", "sm-eagle", "l8", "l8-eagle"}
 RUNS = (
     *(
@@ -72,7 +72,7 @@ RUNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="", help="names, or beginnings of them, with commas")
+    parser.add_argument("--only", default="", help="names or prefixes of runs, separated by commas")
     parser.add_argument("--seconds", type=float, default=1500.0)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "h200")
     args = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def table(folder: Path) -> Iterator[str]:
-    """What was measured beside what vLLM took; ratios above 1 are in our favour."""
+    """Our figures beside vLLM's; above 1 Paceline is faster."""
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
         for run in record.get("runs", []):
@@ -111,7 +111,7 @@ def table(folder: Path) -> Iterator[str]:
 
 def _mixed_rows(name: str, run: dict[str, Any]) -> Iterator[str]:
     gap_ms = " / ".join(f"{run['itl_ms'][x]:.3f}" for x in ("p50", "p99", "max"))
-    yield f"{name:14} {run['rate']:>4.0f} prompts/s: {gap_ms} ms a token (p50, p99, max)"
+    yield f"{name:14} {run['rate']:>4.0f} prompts/s: {gap_ms} ms per token (p50, p99, max)"
 
 
 def _rows(name: str, run: dict[str, Any]) -> Iterator[str]:

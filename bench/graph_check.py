@@ -1,8 +1,8 @@
-"""Are the tokens of captured graphs those of eager steps? Greedy, the same prompts, two engines.
+"""Compares greedy tokens of captured graphs with those of eager steps, on the same prompts.
 
 In bf16 two orders of the same sums may differ in the last bit (another bucket of rows has another
-tile), so a first difference is forgiven where the eager run had both tokens within a margin;
-anything else is a wrong step.
+tile). So a first difference is accepted if the eager run had both tokens within a margin; any other
+difference is an error.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 4, 128, 32
 NUM_TRIES = 3  # to get the same answers from the eager engine again
 NUM_RANKED = 10  # with random weights more than two tokens may be within the margin
-# One step of bf16 between 8 and 16, where the best logits of these models lie.
+# One step of bf16 between 8 and 16, the range of the best logits of these models.
 MARGIN = 0.0625
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one engine: tokens per prompt and, where they were asked for, the best per token."""
+    """Answers of one engine: tokens per prompt and, if requested, the best logprobs per token."""
 
     tokens: list[list[int]]
     logprobs: list[list[dict[int, float]]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where one prompt's answers part."""
+    """The first difference between two answers to one prompt."""
 
     prompt: int
     position: int
@@ -71,10 +71,10 @@ def differences(eager: Answers, graph: Answers) -> list[Difference]:
 
 
 def parting(plain: Answers, ranked: Answers, graph: Answers) -> list[Difference]:
-    """Where the graph's answers leave both eager runs.
+    """First differences of the graph's answers from both eager runs.
 
-    Prompts that come a moment later meet other steps, and their tokens may part within the margin:
-    either run will do. How close it was is known of the second one alone.
+    Prompts that arrive a moment later run in other steps, so their tokens may differ within the
+    margin: equality with either run is enough. Only the second run has logprobs.
     """
     first = {d.prompt: d for d in differences(plain, graph)}
     return [
@@ -86,11 +86,11 @@ def parting(plain: Answers, ranked: Answers, graph: Answers) -> list[Difference]
 
 @dataclass
 class GraphCheck:
-    """What the eager engine said, twice; `compare` asks the other one."""
+    """Two runs of the eager engine; `compare` runs the engine with graphs."""
 
     sampling: type[Any]
     prompts: list[list[int]]
-    has_drafts: bool  # forced acceptance: then the target alone is asked too
+    has_drafts: bool  # forced acceptance: then the target also runs without drafts
     margin: float = MARGIN
     _eager: dict[str, tuple[Answers, Answers]] = field(default_factory=dict)
 
@@ -115,8 +115,8 @@ class GraphCheck:
                 "within_margin": all(d.gap <= self.margin for d in found),
                 "differences": [d.record() for d in found],
             }
-        # A draft that acceptance forces into the output is the head's choice, whose margin no API
-        # shows. Where only such tokens differ, the target's own must still agree.
+        # Forced acceptance emits drafts of the head, whose logprobs no API shows. If only such
+        # tokens differ, the target's own tokens must still be equal.
         judged = "target" if self.has_drafts else "output"
         record["ok"] = record["output"]["within_margin"] or record[judged]["within_margin"]
         return record

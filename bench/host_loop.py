@@ -1,10 +1,10 @@
-"""What the host costs per step: the engine's loop over a runner that computes nothing.
+"""Host time per step: the engine's loop over a runner that computes nothing.
 
-Prints loop-thread CPU time per step, message building included, in two stretches: *steady*
-(every slot decodes, pages are taken, nobody comes or goes) and *turnover* (outputs of 384 tokens
-on average, so requests are decoded, admitted, hashed, finished and evicted all the time). Both
-stand against the budget of 100 us + 3 us per running row; steady also against a minimal
-bookkeeping loop timed in the same run. `--steps` watches memory.
+Prints CPU time of the loop thread per step, message encoding included, in two phases: *steady*
+(every slot decodes and takes pages; no request arrives or ends) and *turnover* (outputs of 384
+tokens on average, so requests are decoded, admitted, cached, finished and evicted continuously).
+Both are compared with a budget of 100 us + 3 us per running row; steady also with a minimal loop
+timed in the same run. `--steps` records memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.step import LateMasks, RunnerInfo, StepPlan, StepResult, StepSize
 
 PROMPT_TOKENS = 96
 VOCAB = 32_000
-WINDOW = 50  # steps timed at once; the two loops take turns, so that noise hits both
+WINDOW = 50  # steps timed at once; the two loops alternate, so that noise affects both
 
 
 class ReadyStep:
-    """A step that was over before it began."""
+    """A step that is complete at launch."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -50,14 +50,18 @@ class ReadyStep:
 
 
 class NullRunner:
-    """Knows lengths, computes nothing. `cpu_s` is its own time, not the engine's."""
+    """Tracks lengths, computes nothing. `cpu_s` is the runner's time, to be subtracted."""
 
     has_spare_work = False
     lockstep = None
 
-    def __init__(self, rows: int, k: int, max_model_len: int) -> None:
+    def __init__(self, rows: int, k: int, max_model_len: int, *, looks_up: bool) -> None:
         pages = rows * max_model_len // 16
-        self._info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, k, k)
+        if looks_up:
+            info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, 0, 0, max_host_drafts=k)
+        else:
+            info = RunnerInfo(pages, 16, rows, max_model_len, VOCAB, k, k)
+        self._info = info
         rng = np.random.default_rng(0)
         self._counts = rng.integers(1, k + 2, (64, rows), np.int32)
         self._tokens = rng.integers(0, VOCAB, (64, rows, k + 1), np.int32)
@@ -87,10 +91,11 @@ class NullRunner:
         token_BW = np.where(np.arange(plan.k + 1) < count_B[:, None], token_BW, np.int32(-1))
         result = StepResult(
             step=plan.step,
+            uid_B=plan.uid_B,
             count_B=count_B,
             token_BW=token_BW,
             done_B=is_done_B * np.int32(Done.LENGTH),
-            num_drafts_B=plan.k_B,
+            num_drafts_B=plan.k_B.copy(),
             num_accepted_B=np.maximum(count_B - 1, 0),
         )
         self.cpu_s += time.thread_time() - start_s
@@ -99,7 +104,7 @@ class NullRunner:
     def use_spare_time(self) -> bool:
         return False
 
-    def rest(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
     def close(self) -> None:
@@ -107,7 +112,7 @@ class NullRunner:
 
 
 class Load:
-    """Keeps every slot busy: a request that ends is followed by another."""
+    """Keeps every slot busy: replaces each request that ends."""
 
     def __init__(self, engine: Engine, rows: int, output: int, spread: int) -> None:
         self._engine = engine
@@ -118,12 +123,12 @@ class Load:
         self._rng = np.random.default_rng(1)
 
     def refill(self) -> float:
-        """Submit what is missing; returns CPU time that belongs to the front process."""
+        """Submit missing requests; returns CPU time that the front would spend."""
         front_s = 0.0
         while self._engine.num_unfinished < self._rows:
             start_s = time.thread_time()
             self._uid += 1
-            # Spread lengths, so that rows do not end in the same step.
+            # Different lengths, so that rows do not end in the same step.
             length = PROMPT_TOKENS + int(self._rng.integers(-32, 32))
             prompt = self._rng.integers(0, VOCAB, length).tolist()
             output = self._output + int(self._rng.integers(-self._spread, self._spread))
@@ -135,12 +140,13 @@ class Load:
 
 
 class EngineLoop:
-    """An engine under load; `run` says what the loop thread spent on it."""
+    """An engine under load; `run` returns the loop thread's time."""
 
     def __init__(self, args: argparse.Namespace, rows: int, output: int, spread: int) -> None:
         k, depth = args.k, args.run_ahead
-        spec = {"method": "ngram", "num_speculative_tokens": k, "adaptive": args.adaptive}
-        self._runner = NullRunner(rows, k, max_model_len=PROMPT_TOKENS + output + spread + 32)
+        spec = {"method": args.method, "num_speculative_tokens": k, "adaptive": args.adaptive}
+        max_model_len = PROMPT_TOKENS + output + spread + 32
+        self._runner = NullRunner(rows, k, max_model_len, looks_up=args.method == "suffix")
         config = EngineConfig.from_keywords(
             max_num_seqs=rows,
             run_ahead=depth,
@@ -151,7 +157,7 @@ class EngineLoop:
         self._load = Load(self.engine, rows, output, spread)
 
     def run(self, steps: int) -> float:
-        """CPU seconds per step, what the runner and the front spent taken off."""
+        """CPU seconds per step, without the time of the runner and the front."""
         begin_s, begin_runner_s = time.thread_time(), self._runner.cpu_s
         front_s = 0.0
         for _ in range(steps):
@@ -162,7 +168,7 @@ class EngineLoop:
 
 
 def minimal_loop(rows: int, k: int) -> Callable[[], bytes]:
-    """The least that any loop does for a step: arrays of the plan, counts and tokens taken in,
+    """The minimum that any loop does per step: arrays of the plan, counts and tokens of the result,
     one packed message. No pages, no queue, no stops, no bounds per request."""
     rng = np.random.default_rng(0)
     uid_S = np.arange(rows, dtype=np.int64)
@@ -208,7 +214,7 @@ def time_minimal(step: Callable[[], bytes]) -> float:
 
 
 def compare(args: argparse.Namespace, rows: int) -> dict[str, float]:
-    """Medians over windows in which the loops take turns."""
+    """Medians over windows in which the loops alternate."""
     windows = args.windows
     steady = EngineLoop(args, rows, output=4 * WINDOW * (windows + 10), spread=1)
     turnover = EngineLoop(args, rows, output=384, spread=256)
@@ -237,7 +243,7 @@ def compare(args: argparse.Namespace, rows: int) -> dict[str, float]:
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Resident memory along a long run; flat means that the second half adds nothing."""
+    """Resident memory during a long run; flat if the second half adds nothing."""
     loop = EngineLoop(args, rows=64, output=384, spread=256)
     samples = []
     for _ in range(10):
@@ -262,8 +268,9 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--run-ahead", type=int, default=1)
     parser.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} steps each")
+    parser.add_argument("--method", default="ngram", choices=["ngram", "suffix"])
     parser.add_argument("--adaptive", action="store_true", help="let k follow acceptance")
-    parser.add_argument("--steps", type=int, default=0, help="also watch memory over this many")
+    parser.add_argument("--steps", type=int, default=0, help="also record memory over N steps")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()
     results: dict[str, Any] = {"loop": []}

@@ -1,6 +1,6 @@
-"""Times both twins of every kernel pair on the CPU, at the sizes of one layer of SmolLM2-135M.
+"""Times reference and numba version of every CPU kernel, at the sizes of a layer of SmolLM2-135M.
 
-Twins take turns, so that a busy machine disturbs both; best and median of many calls.
+The two alternate, so that a busy machine disturbs both; prints best and median of many calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
 def time_case(
     case: Case, reference: Callable[..., Any], fast: Callable[..., Any], budget_s: float
 ) -> dict[str, Any]:
-    """Calls on the same arguments: what a kernel writes into them does not change its work."""
+    """Repeats a call on the same arguments; what a kernel writes there does not change its work."""
     arguments = case.make()
     seconds(reference, arguments)  # warm up, and compile
     seconds(fast, arguments)
@@ -48,7 +48,7 @@ def time_case(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", help="only this one")
+    parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--seconds", type=float, default=0.3, help="per case")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
     parser.add_argument("--json", action="store_true")
@@ -58,7 +58,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     twins = pairs(torch.device("cpu"))
     if all(reference is fast for reference, fast in twins.values()):
-        print("numba is not installed, so the references are all there is.")
+        print("numba is not installed, so there is nothing to compare.")
         return
     rows = []
     for case in all_cases():

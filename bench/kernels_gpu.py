@@ -1,7 +1,7 @@
 """Times the Triton kernels of a decoder layer and of a draw on the GPU, at the sizes of two models.
 
-Calls are captured in one graph, as a step holds them, over so many sets of buffers that the cache
-keeps none of them. Prints microseconds a call and the share of the GPU's memory or matrix rate.
+Calls are captured in one graph, as in a step, over more buffers than the cache can hold. Prints
+microseconds per call and the share of the GPU's memory or matrix rate.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Cell:
 
     kernel: str
     name: str
-    # From a number of buffer sets: one call for each of them.
+    # Takes the number of buffer sets; returns one call for each.
     make: Callable[[int], list[Callable[[], Any]]]
-    num_bytes: float  # the fewest that a call can move
-    num_operations: float = 0.0  # given where arithmetic is the floor
+    num_bytes: float  # the fewest bytes that a call can move
+    num_operations: float = 0.0  # given if arithmetic is the limit
 
 
 def attention_cell(
@@ -96,7 +96,7 @@ def attention_cell(
 
 
 def tiles_cells(model: Model, rows: list[tuple[int, int]], dtype: torch.dtype) -> Iterator[Cell]:
-    """Attention of prompts alone: by the kernel that this GPU has, and by the one that all have."""
+    """Attention of prompts: by the kernel for this GPU, and by the plain kernel."""
     same = attention_cell(model, rows, 0, dtype)
     for name, chosen in (
         ("chosen", tiles_kernel),
@@ -117,7 +117,7 @@ def tiles_cells(model: Model, rows: list[tuple[int, int]], dtype: torch.dtype) -
 def _operands(
     model: Model, rows: list[tuple[int, int]], width: int, num_sets: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-    """The product in front, so many sets of keys and values, and the batch with its lists."""
+    """The product in front, sets of keys and values, and the batch with its lists."""
     num_entries = sum(width or count for count, _ in rows)
     batch, num_slots = _batch(model, rows, width)
     prepare_attention(batch, num_entries, model.num_kv)
@@ -127,10 +127,11 @@ def _operands(
 
 
 def _batch(model: Model, rows: list[tuple[int, int]], width: int) -> tuple[AttentionBatch, int]:
-    """Pages in random order; the page table is as wide as for 8,192 tokens."""
+    """Pages in random order; the page table is as wide as for 8,192 tokens, or wider."""
     num_pages = [-(-length // PAGE_SIZE) for _, length in rows]
     order = torch.randperm(sum(num_pages), device=DEVICE).int()
-    table_SP = torch.full((len(rows), 8192 // PAGE_SIZE), -1, dtype=torch.int32, device=DEVICE)
+    width_P = max(8192 // PAGE_SIZE, *num_pages)
+    table_SP = torch.full((len(rows), width_P), -1, dtype=torch.int32, device=DEVICE)
     for row, pages in enumerate(order.split(num_pages)):
         table_SP[row, : len(pages)] = pages
     start = torch.tensor([0, *(width or count for count, _ in rows)]).cumsum(0)[:-1]
@@ -203,7 +204,7 @@ def layer_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
 
 
 def gate_up_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]:
-    """The product of many rows and its activation: ours, and torch's with a kernel behind it."""
+    """Gate-up product of many rows with activation: ours, and torch's with a separate kernel."""
     width = model.intermediate
     num_operations = 4.0 * rows * width * model.hidden
     num_bytes = (rows * (model.hidden + width) + 2 * width * model.hidden) * dtype.itemsize
@@ -222,9 +223,9 @@ def gate_up_cells(model: Model, rows: int, dtype: torch.dtype) -> Iterator[Cell]
 
 
 def draw_cells(vocab_size: int, num_rows: int, dtype: torch.dtype) -> Iterator[Cell]:
-    """A token for each row, out of logits as flat as a random model's and as steep as a real one's.
+    """A token for each row, from logits as flat as a random model's or as steep as a real one's.
 
-    The noise of every set is another: how long a draw takes depends on who wins.
+    Each set has other noise, because the time of a draw depends on the winner.
     """
     slot_B = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     none_B0 = slot_B.new_empty(num_rows, 0)
@@ -259,7 +260,13 @@ def draw_cells(vocab_size: int, num_rows: int, dtype: torch.dtype) -> Iterator[C
             yield Cell("draw", f"{num_rows} x {vocab_size}, {name}, {kind}", make, num_bytes)
 
 
+LONG = ((1, 16000), (1, 32000), (1, 64000), (1, 128000), (8, 16000), (64, 4000))
+
+
 def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
+    for num_rows, length in LONG:
+        for width in (1, 4):
+            yield attention_cell(MODELS[1], [(width, length)] * num_rows, width, dtype)
     for model in MODELS:
         for length in (300, 4000):
             for num_rows in (1, 8, 32, 64, 256):

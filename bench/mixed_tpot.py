@@ -1,10 +1,10 @@
-"""Time per output token of running requests while prompts keep arriving: does it jump?
+"""Time per output token of running requests while prompts keep arriving.
 
 usage: python bench/mixed_tpot.py CASE [--running 32] [--prompt 512] [--rates 0,8,32] ...
 
-For each rate the same number of requests runs from a common start; from their first token on,
-prompts of other requests arrive at a steady rate. A token's time is the gap to the message before,
-shared by the tokens that came together. Rate 0 is what the others are compared with.
+For each rate the same number of requests starts together. From their first token on, other prompts
+arrive at a steady rate. A token's time is the gap to the previous message, divided by the tokens
+that arrived together. Other rates are compared with rate 0.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 from bench.bench_engines import CASES, gpu, random_prompt, write_record
 from bench.model_configs import write_configs
 from bench.resting import wait_for_rest
-from paceline.commands.prompts import Prompt
+from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import machine, resolved, spread, step_times
 from paceline.commands.session import Answer, Session, open_session
 from paceline.config import EngineConfig
-from paceline.engine.engine import SPARE_AFTER_S
+from paceline.engine.loop_state import SPARE_AFTER_S
 from paceline.request import SamplingParams
 
-GUEST_TOKENS = 16  # of the answer to a prompt that arrives
+GUEST_TOKENS = 16  # output tokens of an arriving prompt
 
 
 class Load:
-    """Requests that run, and others that arrive meanwhile."""
+    """Running requests, and others that arrive meanwhile."""
 
     def __init__(self, session: Session, args: argparse.Namespace) -> None:
         self._session = session
@@ -41,7 +41,7 @@ class Load:
         self._vocab_size = session.client.info.vocab_size
 
     def measure(self, rate: float) -> dict[str, Any]:
-        """One stretch: from the moment all hosts run until the first of them ends."""
+        """One measurement: from when all of them run until the first one ends."""
         hosts = [self._submit(128, self._args.tokens) for _ in range(self._args.running)]
         while not all(host.arrivals for host in hosts):
             self._session.client.pump(None)
@@ -80,11 +80,11 @@ class Load:
             detokenize=False,
         )
         ids = random_prompt(self._rng, self._vocab_size, prompt)
-        return self._session.submit(Prompt(token_ids=ids), params)
+        return self._session.submit(PromptRecord(token_ids=ids), params)
 
 
 def token_gaps(answer: Answer, begin_s: float, end_s: float) -> list[float]:
-    """One entry per token that came in this stretch of time."""
+    """One entry per token that arrived in this interval."""
     gaps: list[float] = []
     for (before_s, _), (now_s, count) in pairwise(answer.arrivals):
         if begin_s <= before_s and now_s <= end_s:
@@ -125,8 +125,8 @@ def main() -> None:
     )
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--running", type=int, default=32)
-    parser.add_argument("--slots", type=int, default=64, help="room for them and for arrivals")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each running request")
+    parser.add_argument("--slots", type=int, default=64, help="slots for them and for arrivals")
+    parser.add_argument("--tokens", type=int, default=1024, help="output of each running request")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of an arriving prompt")
     parser.add_argument("--rates", default="0,8,32", help="prompts per second")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top_p 0.95")
@@ -140,8 +140,8 @@ def main() -> None:
         config = engine_config(args, Path(scratch))
         with open_session(config) as session:
             load = Load(session, args)
-            load.measure(max(rates))  # warm: every size of step was seen
-            # What an engine captures in idle time is captured before anything is timed.
+            load.measure(max(rates))  # warm-up: every step size has run
+            # Idle-time graphs are captured before the measurement.
             settled_s = wait_for_rest(session.client.engine_pids, SPARE_AFTER_S + 0.2)
             found = [load.measure(rate) for rate in rates]
             info = session.client.info

@@ -1,7 +1,7 @@
-"""The models of the GPU benchmarks as config.json alone (weights are random), and their weight.
+"""The models of the GPU benchmarks as config.json files (weights are random), and their sizes.
 
 usage: python bench/model_configs.py DIR
-Never holds a checkpoint: `load_format="dummy"` makes the weights on the device.
+No checkpoints: `load_format="dummy"` makes the weights on the device.
 """
 
 from __future__ import annotations
@@ -112,14 +112,60 @@ _Q30 = {  # Qwen3-30B-A3B
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+_Q35 = {  # Qwen3.5-9B: three layers of four are gated delta nets
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "mtp_num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+_Q35_MOE = _Q35 | {  # Qwen3.5-35B-A3B
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 # The heads are EAGLE-1: one layer, and the target's lm_head.
 CONFIGS: dict[str, dict[str, Any]] = {
     "sm": _SM,
     "sm-eagle": _SM | {"num_hidden_layers": 1, "tie_word_embeddings": False},
     "l8": _L8,
     "l8-eagle": _L8 | {"num_hidden_layers": 1},
+    "l8-long": _L8 | {"max_position_embeddings": 131_072},
     "glm": _GLM,
     "q30": _Q30,
+    "q35": _Q35,
+    "q35-moe": _Q35_MOE,
 }
 _BYTES = 2  # bf16
 
@@ -134,8 +180,8 @@ def write_configs(folder: Path) -> None:
 def weight_bytes_per_step(model: str, head: str | None, num_drafts: int) -> int | None:
     """Weights that one step reads: the target's layers and lm_head once, the head's per draft.
 
-    A gathered row of the embedding is nothing beside them. None for models of experts, whose
-    reading depends on the batch.
+    Gathered rows of the embedding are negligible. None for MoE models, whose reads depend on the
+    batch.
     """
     target = CONFIGS[model]
     if "num_experts_per_tok" in target:

@@ -1,11 +1,11 @@
-"""What replicas in lock step cost each other: a lone request, an idle cluster, a wake.
+"""The cost of lock step between replicas: a single request, an idle cluster, a wake.
 
 usage: python bench/ranks.py [--replicas 4] [--pairs 5] [--wakes 200] [--json FILE]
 
-A tiny Mixtral with random weights, experts spread over all ranks, one thread a rank. Measured are
-  - the time between tokens of a request that is alone, against one per replica (pairs in turn);
-  - how long the first agreement takes when all ranks slept;
-  - the share of a core that a rank takes while all of them sleep.
+A tiny Mixtral with random weights, experts spread over all ranks, one thread per rank. Measures
+  - the time between tokens of a single request against one per replica (alternating);
+  - the time of the first agreement after all ranks slept;
+  - the share of a core that a rank uses while all sleep.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CONFIG = {
     "eos_token_id": 2,
 }
 PROMPT = list(range(3, 19))
-AWAKE_S = 0.02  # a pause longer than this puts everybody to sleep
+AWAKE_S = 0.02  # all ranks sleep after a pause longer than this
 
 
 def itl_ms(llm: LLM, num_requests: int, tokens: int) -> float:
-    """Milliseconds between two tokens of a request, while so many run."""
+    """Milliseconds between two tokens of a request while this number of requests runs."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": [*PROMPT, 20 + i]} for i in range(num_requests)]
     gaps = []
@@ -69,7 +69,7 @@ def lone_against_all(llm: LLM, replicas: int, pairs: int, tokens: int) -> dict[s
 
 
 def wakes(llm: LLM, count: int) -> dict[str, Any]:
-    """The first agreement after a sleep: from the wake that is sent to everybody's answer."""
+    """The first agreement after a sleep: from sending the wake to the end of the agreement."""
     client = llm._client
     client.start_trace()
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -91,7 +91,7 @@ def wakes(llm: LLM, count: int) -> dict[str, Any]:
 
 
 def idle_share(llm: LLM, seconds: float) -> list[float]:
-    """Of a core, by rank."""
+    """CPU use as a share of a core, by rank."""
     time.sleep(0.5)
     return [round(share, 4) for share in busy_shares(llm._client.engine_pids, seconds)]
 

@@ -1,10 +1,9 @@
-"""From `LLM(...)` to ready: once with no kernel cached, then with what that start left behind.
+"""Time from `LLM(...)` to ready: once without cached kernels, then with the kernels of that start.
 
 usage: python bench/start_up.py CASE[,CASE...] [--json FILE]
 
-Cases are those of bench_engines, with random weights; each start is a process of its own. All
-starts of a case must give the same tokens: kernels that are found, linked or loaded in another way
-compute the same.
+Cases are those of bench_engines, with random weights; each start is a separate process. All starts
+of a case must give the same tokens, whether kernels are compiled or loaded from the cache.
 """
 
 from __future__ import annotations

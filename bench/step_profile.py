@@ -1,11 +1,11 @@
-"""Which kernels a step spends its time in: one engine in this process, under torch's profiler.
+"""Device time of a step by kernel: one engine in this process, under torch's profiler.
 
 usage: python -m bench.step_profile CASE[,CASE...] [--bs 1,64] [--prompt 128] [--sampled]
 
-The same cases as bench_engines. Times are of the device, per step, summed up by kernel; kernels of
-a replayed graph are seen one by one; a dependent kernel's time holds its wait for the one in front.
-Then what the device waited for: from the end of all kernels so far to the next one's begin, summed
-up by that next one. Profiling slows the host down, so compare shares, not totals.
+The same cases as bench_engines. Device times per step, summed by kernel, also inside replayed
+graphs. The time of a dependently launched kernel includes its wait for the kernel before. Then idle
+times of the device: from the end of all kernels so far to the start of the next one, summed by that
+next kernel. Profiling slows the host down, so compare shares, not totals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from bench.model_configs import write_configs
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.request import EngineRequest, SamplingParams
-from paceline.runner.startup_cuda import build_fixed_runner
+from paceline.runner.platform_cuda import CudaPlatform
+from paceline.runner.startup import build_on
 from paceline.step import Runner
 
 
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--bs", type=sizes, default=[1, 64], help="requests at once, with commas")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=20, help="turns before; 3: prompts are seen")
+    parser.add_argument("--warm", type=int, default=20, help="steps before; 3 shows prompts")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8 and top_p 0.95")
     parser.add_argument("--top", type=int, default=25, help="kernels to show")
     parser.add_argument("--json", type=Path)
@@ -57,7 +58,7 @@ def main() -> int:
                 kernels, waits = profile(engine, case, batch, args)
                 found[f"{case} {batch}"] = {"kernels": kernels, "waits": waits}
                 show(f"{case}, {batch} requests: kernels", kernels, args.top)
-                show("   waits before", waits, args.top // 3)
+                show("   idle before", waits, args.top // 3)
             runner.close()
             del engine, runner
             gc.collect()
@@ -75,7 +76,7 @@ Rows = list[dict[str, Any]]
 
 
 def profile(engine: Engine, case: str, batch: int, args: argparse.Namespace) -> tuple[Rows, Rows]:
-    """Kernels by the time that they take in a step, and by that for which nothing ran before."""
+    """Kernels by their time in a step, and by the idle time before them."""
     rng, vocab_size = random.Random(0), CASES[case].vocab_size
     temperature, top_p = (0.8, 0.95) if args.sampled else (0.0, 1.0)
     params = SamplingParams(
@@ -119,7 +120,7 @@ class Counts:
         self._found.setdefault(name, []).append(us)
 
     def rows(self, num_steps: int) -> Rows:
-        """A step's, longest first."""
+        """Times per step, longest first."""
         rows = [
             {"kernel": name, "us": sum(us) / num_steps, "calls": len(us) / num_steps}
             for name, us in self._found.items()
@@ -141,12 +142,12 @@ def open_engine(case: str, models: Path, args: argparse.Namespace) -> tuple[Engi
     )
     torch.set_grad_enabled(False)
     sized = replace(config, scheduler=config.scheduler.sized(is_gpu=True))
-    runner = build_fixed_runner(sized, lambda stage, share: None)
+    runner = build_on(CudaPlatform(torch.device("cuda", 0)), sized, lambda stage, share: None)
     return Engine(runner, sized, lambda data: None), runner
 
 
 def show(title: str, rows: Rows, top: int) -> None:
-    print(f"{title}: {sum(row['us'] for row in rows):.0f} us a step")
+    print(f"{title}: {sum(row['us'] for row in rows):.0f} us per step")
     for row in rows[:top]:
         each = row["us"] / max(row["calls"], 1e-9)
         print(f"{row['us']:9.1f} us {row['calls']:7.1f} x {each:8.2f} us  {row['kernel'][:100]}")

@@ -1,6 +1,6 @@
-"""The cases: who takes part, what is asked, how it is measured, what must come out. Data only.
+"""The cases: contenders, jobs, measure and required ratios. Data only.
 
-A case's title and its measure are the definition of its figures.
+The title and the measure of a case define its figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bench.peers.job import Job, Measure, decode_rate, first_token_ms, throughpu
 from bench.peers.prompts import Prompts
 from bench.peers.verdict import Bar
 from paceline.checkpoint.source import ModelFiles
-from paceline.commands.arguments import DEFAULT_SPECULATION
+from paceline.speculation import DEFAULT_SPECULATION
 
 OURS, SYNC, NGRAM = "paceline", "paceline run-ahead 0", "paceline n-gram"
 TRANSFORMERS = "transformers"
@@ -36,7 +36,7 @@ class Case:
     measure: Measure
     bars: tuple[Bar, ...]
     rounds: int
-    # Side cases answer questions of ours and run only when they are asked for.
+    # Side cases are for tuning and run only with `--only`.
     is_side: bool = False
 
     @property
@@ -274,7 +274,7 @@ def _llama_entries(gguf: str, threads: int) -> list[Entry]:
 
 
 def choose(all_cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Those named by `only`, or every case that is no side case."""
+    """The cases named by `only`, or all but side cases."""
     if not only:
         return [case for case in all_cases if not case.is_side]
     groups = {case.name: case.name.partition(".")[0] for case in all_cases}

@@ -1,6 +1,6 @@
-"""A contender in a process of its own: starts it, gives it jobs, closes it. Never measures.
+"""A contender in a separate process: starts it, sends jobs, closes it. Measures nothing.
 
-All contenders stay alive through a run and take turns, so an idle one must burn no CPU.
+All contenders stay alive during a run and alternate, so an idle one must use no CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOSE_S = 20.0
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part: a name in the table, the kind of engine, and its options."""
+    """A contender: its name in the table, the kind of engine, and its options."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Entry:
 
 
 class Runs(Protocol):
-    """Whatever runs jobs: a contender in its process, or a stand-in in a test."""
+    """Runs jobs: a contender's process, or a fake in a test."""
 
     def run(self, job: Job) -> Timing: ...
 
@@ -51,7 +51,7 @@ class ContenderFailed(RuntimeError):
 
 
 class Contender:
-    """A contender's process. It loads on its own; `wait` returns when it is ready."""
+    """A contender's process. It loads in the background; `wait` returns when it is ready."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -64,7 +64,7 @@ class Contender:
         theirs.close()
 
     def wait(self) -> About:
-        """What it is; once, before the first job."""
+        """Its description; call once, before the first job."""
         return cast(About, self._receive())
 
     @property
@@ -101,7 +101,7 @@ class _Failure:
 
 
 def _work(channel: Connection, factory: str, options: dict[str, Any]) -> None:
-    """The contender's process: build, say what was built, then one job after another."""
+    """Main function of the process: build, send the description, then run jobs."""
     try:
         module, _, name = factory.partition(":")
         peer: Peer = getattr(importlib.import_module(module), name)(**options)

@@ -1,18 +1,18 @@
-"""What a contender is asked to generate and what it says about the time that took. Plain data.
+"""Jobs for contenders and the times they report. Plain data.
 
-Knows no engine. The measures at the end are the definitions of every figure in the table.
+Knows no engine. The measures at the end define every figure in the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts that are submitted together, as token ids, and how many tokens to generate."""
+    """Prompts submitted together, as token ids, and the number of tokens to generate for each."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: Sequence[int]
@@ -20,6 +20,8 @@ class Job:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    # Further SamplingParams: only between checkouts of Paceline, since no peer has them all.
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Timing:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
+    outside_s: float = 0.0  # CPU time outside of model and lm_head, where it was measured
 
     @property
     def num_tokens(self) -> int:
@@ -41,14 +44,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class About:
-    """What a contender is: versions, resolved configuration, what it says of itself."""
+    """Description of a contender: versions and resolved configuration."""
 
     description: str
     details: dict[str, object] = field(default_factory=dict)
 
 
 class Peer(Protocol):
-    """An engine behind one door. Lives in a process of its own; one job at a time."""
+    """An engine that runs one job at a time, in a separate process."""
 
     about: About
 
@@ -85,3 +88,9 @@ def first_token_ms(timings: Sequence[Timing]) -> float:
     """Milliseconds from the submission to the first token, mean over the answers."""
     seconds = [s for timing in timings for s in timing.first_token_s]
     return sum(seconds) / len(seconds) * 1e3
+
+
+def step_cpu_us(timings: Sequence[Timing]) -> float:
+    """Microseconds of CPU time per step, outside of model and lm_head: all threads of the engine
+    and of the client."""
+    return sum(t.outside_s for t in timings) / sum(t.num_steps for t in timings) * 1e6

@@ -1,6 +1,6 @@
-"""llama.cpp's own server core through the `xllamacpp` wheel, in process, no HTTP. Greedy only.
+"""llama.cpp's server core through the `xllamacpp` wheel, in process, no HTTP. Greedy only.
 
-Eight slots; prompts of a job are posted together, one thread each. No prompt cache.
+Eight slots; prompts of a job are submitted together, one thread each. No prompt cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONTEXT_PER_SLOT = 1024
 
 
 class LlamaCppPeer:
-    """One server. `drafter` is one of its own n-gram methods, as in `ngram_simple`."""
+    """One server. `drafter` is one of its n-gram methods, such as `ngram_simple`."""
 
     def __init__(
         self, *, gguf: str, threads: int, flash_attention: bool, drafter: str | None = None
@@ -69,8 +69,8 @@ class LlamaCppPeer:
         timings = [reply["timings"] for reply in replies]
         last_s = [answer.done_s - start_s for answer in answers]
         return Timing(
-            # Its own clock from the first token to the last; what it needs to hand the answer
-            # over counts before the first token, which is kind to its decode rate.
+            # llama.cpp's clock from the first token to the last. The time to return the answer
+            # counts before the first token, which favours its decode rate.
             first_token_s=[
                 done - t["predicted_ms"] / 1e3 for done, t in zip(last_s, timings, strict=True)
             ],
@@ -85,11 +85,11 @@ class LlamaCppPeer:
             "prompt": list(job.prompts[index]),
             "n_predict": job.max_tokens[index],
             "ignore_eos": job.ignore_eos,
-            "samplers": ["top_k"],  # the shortest way to the largest logit
+            "samplers": ["top_k"],  # the fastest sampler that takes the largest logit
             "top_k": 1,
             "cache_prompt": False,
             "return_tokens": True,
-            "verbose": True,  # token ids are in the verbose part of the reply, made at its end
+            "verbose": True,  # token ids are in the verbose part at the end of the reply
         }
         try:
             answer.reply = self._server.handle_completions(request)
@@ -102,7 +102,7 @@ class LlamaCppPeer:
 
 
 class _Answer:
-    """What one thread brought back."""
+    """The result of one thread."""
 
     def __init__(self) -> None:
         self.reply: Any = None

@@ -1,6 +1,6 @@
-"""Who used the processor: our contenders, or somebody else. Reads /proc, Linux only.
+"""CPU use of our contenders and of other programs. Reads /proc, Linux only.
 
-A benchmark on a busy machine measures the neighbours; the result says how busy it was.
+Other programs distort a benchmark, so the result records their CPU use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CpuClock:
         self._start_ours_s = tree_cpu_s(os.getpid())
 
     def shares(self) -> dict[str, float]:
-        """Mean number of cores kept busy by us and by others."""
+        """Mean number of cores used by us and by others."""
         wall_s = time.perf_counter() - self._start_s
         ours_s = tree_cpu_s(os.getpid()) - self._start_ours_s
         all_s = machine_cpu_s() - self._start_all_s
@@ -30,7 +30,7 @@ class CpuClock:
 
 
 def idle_share(pid: int, seconds: float) -> float:
-    """Cores that a process and its descendants keep busy while nobody asks anything of them."""
+    """Cores that an idle process and its descendants use."""
     start_s, start_cpu_s = time.perf_counter(), tree_cpu_s(pid)
     time.sleep(seconds)
     return (tree_cpu_s(pid) - start_cpu_s) / (time.perf_counter() - start_s)
@@ -59,7 +59,7 @@ def tree_cpu_s(pid: int) -> float:
 
 
 def _stat(folder: Path) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name; None when the process has just ended."""
+    """The fields of /proc/<pid>/stat after the name; None if the process has ended."""
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

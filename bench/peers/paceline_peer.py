@@ -1,6 +1,6 @@
 """Paceline through its public offline API, with the clocks of `RequestOutput.metrics`.
 
-The front runs in this process, the engine in the process that `LLM` starts: what a user has.
+As for a user, the front runs in this process and the engine in the process that `LLM` starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.engine.client import EngineClient
 
 
 class PacelinePeer:
-    """One `LLM`. The prefix cache is emptied before each job, so that no round helps the next."""
+    """One `LLM`. The prefix cache is emptied before each job, so that rounds are independent."""
 
     def __init__(self, **options: Any) -> None:
         config = EngineConfig.from_keywords(**options)

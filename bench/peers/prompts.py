@@ -1,6 +1,6 @@
 """The prompts of the benchmark as token ids: the fixed files of bench/data, or random tokens.
 
-Uses Paceline's own text floor in the parent, so that every contender gets the same ids.
+The parent process tokenises with Paceline, so that every contender gets the same ids.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline.text.chat import load_chat_template
 from paceline.text.tokenizer import load_tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-# Ids below are control tokens in the models we use; all others are ordinary text.
+# Lower ids are control tokens in our models; all others are ordinary text.
 _FIRST_ORDINARY_ID = 64
 
 
 class Prompts:
-    """Reads and tokenises when first asked: a model without a tokenizer still has random ones."""
+    """Reads and tokenises on first use, so that random prompts need no tokenizer."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
         self._vocab_size = int(files.config["vocab_size"])
-        # Tokens of each edit or quote answer, up to its end; measured once before its case.
+        # Length of each edit or quote answer in tokens; measured once before the case.
         self.edit_lengths: list[int] = []
 
     @cached_property
@@ -37,7 +37,7 @@ class Prompts:
         return self._read("edit_and_quote.jsonl")
 
     def random(self, length: int, *seed: int) -> list[int]:
-        """Ordinary tokens, seeded; other numbers give a prompt that no cache has seen."""
+        """Random ordinary tokens; each number gives another prompt."""
         rng = random.Random("-".join(map(str, seed)))
         low = min(_FIRST_ORDINARY_ID, self._vocab_size // 2)
         return [rng.randrange(low, self._vocab_size) for _ in range(length)]

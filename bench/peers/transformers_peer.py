@@ -1,6 +1,6 @@
 """transformers `generate`: float32, eager, KV cache, one left-padded batch per job. Greedy only.
 
-Only the weights of a GGUF come through Paceline's reader; the model and the loop are theirs.
+Paceline reads only the weights of a GGUF; the model and the loop are those of transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TransformersPeer:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._model: Any = load_model(model).eval()
-        # What a checkpoint would add of its own (penalties, sampling) has no place here.
+        # Ignore the sampling defaults of the checkpoint (penalties, temperature).
         self._model.generation_config = transformers.GenerationConfig(do_sample=False)
         self._eos = self._model.config.eos_token_id
         attention = str(self._model.config._attn_implementation)
@@ -76,8 +76,8 @@ class TransformersPeer:
 
 
 def load_model(model: str) -> Any:
-    """A folder as transformers reads it; a GGUF through Paceline's reader, since transformers
-    wants a further package (accelerate) for one."""
+    """transformers reads a folder. Paceline reads a GGUF, for which transformers would need another
+    package (accelerate)."""
     files = locate(model)
     if files.gguf is None:
         return transformers.AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
@@ -95,7 +95,7 @@ def load_model(model: str) -> Any:
 
 
 class _Stamps(transformers.StoppingCriteria):  # type: ignore[misc]
-    """Looks at the clock after each token and never stops anything."""
+    """Records the time after each token; never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,6 +1,6 @@
-"""From rounds to figures: medians, spread, ratios round by round, and what they are held against.
+"""From rounds to figures: medians, spread, ratios per round, and the required ratios.
 
-Pure arithmetic over plain numbers; runs nothing and prints nothing.
+Pure arithmetic; runs nothing and prints nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio ours / theirs and what it is held against; without a must it is only reported.
+    """A ratio ours / theirs and its requirement; without `must` it is only reported.
 
-    Several names in `theirs` are variants of one peer: the one with the better median stands.
+    Several names in `theirs` are variants of one peer: the better median counts.
     """
 
     ours: str
@@ -51,7 +51,7 @@ class Row:
     """One line of the table."""
 
     bar: Bar
-    theirs: str  # the variant that stood
+    theirs: str  # the variant that counts
     ratio: Spread
     ours_median: float
     theirs_median: float
@@ -83,9 +83,9 @@ class Row:
 
 
 def judge(bar: Bar, values: Mapping[str, Sequence[float]]) -> Row | None:
-    """None when one side took no part. `values` holds one figure per round and contender.
+    """None if one side did not run. `values` holds one figure per round and contender.
 
-    Ratios are taken round by round, because both sides of a round met the same machine.
+    Ratios are taken per round, because both sides of a round ran under the same conditions.
     """
     present = [name for name in bar.theirs if name in values]
     if bar.ours not in values or not present:
