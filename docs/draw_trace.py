@@ -1,14 +1,15 @@
-"""Draws traces of `paceline bench --trace` as one SVG, each run below the other on one time scale.
+"""Draws traces of `paceline bench --trace` as one SVG, one run below the other on one time scale.
 
 usage: python docs/draw_trace.py OUT.svg "run-ahead 0=sync.json" "run-ahead 1=ahead.json"
 
-Shows a few steps of each run that are like the whole of it. Plain text, so that a new picture is a
-diff; needs nothing but Paceline itself.
+Shows a few typical steps of each run. The SVG is plain text, so changes show in a diff. Needs only
+Paceline.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,12 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from paceline.observe.trace import LANES, Span, read_chrome_trace
+from paceline.observe.trace import LANES, Span
 
 WIDTH, LEFT, RIGHT = 960, 84, 16
 LANE_HEIGHT, BAR_HEIGHT = 22, 16
 HEADER, AXIS, GAP = 30, 26, 22
-# Steps take turns with two colours, so that one sees which stages belong together.
+# Steps alternate between two colours, to show which stages belong together.
 COLOURS = {"host": ("#8ecae6", "#219ebc"), "device": ("#ffb703", "#fb8500")}
 WAIT, IDLE = "#e9ecef", "#d00000"
 STYLE = (
@@ -31,9 +32,25 @@ STYLE = (
 )
 
 
+def read_chrome_trace(path: Path) -> list[Span]:
+    """The spans of a file that `write_chrome_trace` wrote, in its order."""
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [
+        Span(
+            e["cat"],
+            e["args"]["step"],
+            e["ts"] / 1e6,
+            (e["ts"] + e["dur"]) / 1e6,
+            (e["pid"] - 1) // 2,  # two processes of the trace for each replica
+        )
+        for e in events
+        if e["ph"] == "X"
+    ]
+
+
 @dataclass(frozen=True)
 class Run:
-    """A few steady steps; times in seconds from the first of them on."""
+    """A few steady steps; times in seconds since the first one."""
 
     title: str
     spans: list[Span]
@@ -57,14 +74,14 @@ class Run:
 
 
 def cut(title: str, spans: Sequence[Span], num_steps: int) -> Run:
-    """`num_steps` steps that are like the whole run: as long, and the device as idle."""
+    """The `num_steps` steps whose length and idle share are closest to those of the whole run."""
     device = [span for span in spans if span.lane == "device"]
     if len(device) < num_steps + 2:
         raise SystemExit(f"{title}: {len(device)} steps are too few to show {num_steps}")
     periods = [b.start_s - a.start_s for a, b in pairwise(device)]
     idle = [max(b.start_s - a.end_s, 0.0) for a, b in pairwise(device)]
     usual_s = median(periods) * num_steps
-    # Without the pauses between two batches, which are no steps.
+    # Without the pauses between two batches.
     steps = [i for i, period_s in enumerate(periods) if period_s < 3 * median(periods)]
     usual_idle = sum(idle[i] for i in steps) / sum(periods[i] for i in steps)
 
