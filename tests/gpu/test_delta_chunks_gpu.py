@@ -36,11 +36,19 @@ def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "USES_CHUNKS", True)
 
 
+@pytest.mark.parametrize("warps", [2, 4, 8])
 @pytest.mark.parametrize(("dtype", "sizes"), CASES)
-def test_chunks_are_prepared_right(dtype: torch.dtype, sizes: DeltaSizes) -> None:
+def test_chunks_are_prepared_right(
+    dtype: torch.dtype, sizes: DeltaSizes, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two warps are too few for wgmma, so their products are the older mma."""
+    from paceline.kernels.delta_rule.triton import apply
+
+    monkeypatch.setattr(apply, "PREPARE_WARPS", warps)
     check_prepared(CUDA, dtype, sizes)
 
 
+@pytest.mark.parametrize("warps", [2, 4])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 11])
 @pytest.mark.parametrize(("dtype", "sizes"), CASES)
@@ -49,12 +57,15 @@ def test_states_are_passed_right_over_whole_chunks(
     sizes: DeltaSizes,
     num_chunks: int,
     stages: int,
+    warps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One chunk reads a state of zero; with one stage no load overlaps a product."""
+    """One chunk reads a state of zero; with one stage no load overlaps a product; two warps are
+    too few for wgmma."""
     from paceline.kernels.delta_rule.triton import apply
 
     monkeypatch.setattr(apply, "PASS_STAGES", stages)
+    monkeypatch.setattr(apply, "PASS_WARPS", warps)
     check_passed(CUDA, dtype, sizes, num_chunks)
 
 
