@@ -216,6 +216,18 @@ def test_ten_thousand_prompts_finish_with_a_bounded_window(monkeypatch: pytest.M
     assert most == 256
 
 
+def test_prompts_reach_the_engine_together() -> None:
+    """Eight prompts take as many steps as one: none of them runs alone before the others came."""
+    with echo_llm("slots=8", in_process=False) as llm:
+
+        def num_steps(prompts: list[str]) -> int:
+            before = llm.get_metrics().num_steps
+            llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+            return llm.get_metrics().num_steps - before
+
+        assert {num_steps([f"prompt {i}" for i in range(8)]) for _ in range(20)} == {1}
+
+
 def test_a_request_wider_than_the_window_runs_too() -> None:
     with echo_llm("slots=1") as llm:
         outputs = llm.generate(["ab", "cd"], SamplingParams(n=9, max_tokens=2), use_tqdm=False)

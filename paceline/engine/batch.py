@@ -17,6 +17,8 @@ from paceline.request import CompletionOutput, RequestOutput, SamplingParams
 # Unfinished prompts for each slot of the engine: enough that the engine never waits for the front,
 # and few enough that a million prompts take little memory on both sides.
 _WINDOW_PER_SLOT = 4
+# Prompts that reach the engine in one message: as many as it reads before it plans a step.
+_SUBMIT_AT_ONCE = 64
 # Longest time to a check for Ctrl-C.
 _PUMP_S = 0.1
 
@@ -63,9 +65,14 @@ class Batch:
             try:
                 index = next(waiting, None)
                 while index is not None or self._open:
-                    while index is not None and self._may_submit():
-                        self._submit(index)
-                        index = next(waiting, None)
+                    with self._client.together():
+                        for _ in range(_SUBMIT_AT_ONCE):
+                            if index is None or not self._may_submit():
+                                break
+                            self._submit(index)
+                            index = next(waiting, None)
+                    if index is not None and self._may_submit():
+                        continue
                     self._client.pump(_PUMP_S)
                     interrupt.check()
                     if self._error is not None:

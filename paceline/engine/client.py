@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.config import EngineConfig
@@ -24,6 +24,7 @@ from paceline.engine.messages import (
     encode,
     encode_abort,
     encode_submit,
+    join_submits,
 )
 from paceline.engine.open_requests import OpenRequests
 from paceline.engine.outputs import Delta, Generation
@@ -68,6 +69,7 @@ class EngineClient:
         self._admission = Admission(config, info, front)
         self._next_uid = 1
         self._is_draining = False
+        self._holds_submits = False
         self._dead: EngineDead | None = None
         self._traced: dict[int, bytes] = {}  # by replica, for `take_trace`
         self._untraced: set[int] = set()  # replicas whose trace has not come
@@ -214,6 +216,8 @@ class EngineClient:
         requests = self._admission.split(checked, self._next_uid, priority=priority, arrival_s=now)
         self._next_uid += len(requests)
         self.requests.add(generation, requests)
+        if self._holds_submits:
+            return generation
         try:
             self._send_unplaced()
         except EngineDead:
@@ -221,6 +225,19 @@ class EngineClient:
             raise
         self.stats.num_held = self.requests.num_held
         return generation
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is submitted inside reaches each engine as one message, so that its first step has
+        all of it."""
+        self._holds_submits = True
+        try:
+            yield
+        finally:
+            self._holds_submits = False
+            with contextlib.suppress(EngineDead):  # `pump` reports it
+                self._send_unplaced()
+            self.stats.num_held = self.requests.num_held
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its sink is not called again. Unknown (finished) ids are ignored.
@@ -342,8 +359,11 @@ class EngineClient:
                 self._supervisor.send(replica, encode_abort(uids))
 
     def _send_unplaced(self) -> None:
+        placed: dict[int, list[bytes]] = {}
         for replica, request in self.requests.place():
-            self._supervisor.send(replica, encode_submit(request))
+            placed.setdefault(replica, []).append(encode_submit(request))
+        for replica, submits in placed.items():
+            self._supervisor.send(replica, join_submits(submits))
 
     def _restart_drained_ranks(self) -> None:
         for rank, give_up_s in list(self._draining_ranks.items()):

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from queue import SimpleQueue
 
-from paceline.engine.messages import Control, decode_abort, encode, encode_abort, submit_uid
+from paceline.engine.messages import (
+    Control,
+    decode_abort,
+    encode,
+    encode_abort,
+    join_submits,
+    split_submits,
+    submit_uid,
+)
+
+_MOST_JOINED_BYTES = 1 << 18
 
 
 class Mailbox:
@@ -29,12 +39,13 @@ class Mailbox:
             for uid in aborted:
                 self.num_bytes -= len(self._frames.pop(uid, b""))
             return
-        key = submit_uid(frame)
-        if key is None:
-            self._newest_number -= 1
-            key = self._newest_number
-        self._frames[key] = frame
-        self.num_bytes += len(frame)
+        for part in split_submits(frame):
+            key = submit_uid(part)
+            if key is None:
+                self._newest_number -= 1
+                key = self._newest_number
+            self._frames[key] = part
+            self.num_bytes += len(part)
 
     def take_aborts(self) -> list[int]:
         aborted, self._aborted = self._aborted, []
@@ -49,6 +60,20 @@ class Mailbox:
         _, frame = self._frames.popitem(last=False)
         self.num_bytes -= len(frame)
         return frame
+
+    def take_joined(self) -> bytes | None:
+        """The same, but submits that follow each other are one frame: the engine plans no step
+        before it has read them all."""
+        frame = self.take()
+        if frame is None or submit_uid(frame) is None:
+            return frame
+        submits, num_bytes = [frame], len(frame)
+        while self._frames and next(iter(self._frames)) >= 0 and num_bytes < _MOST_JOINED_BYTES:
+            _, frame = self._frames.popitem(last=False)
+            submits.append(frame)
+            num_bytes += len(frame)
+            self.num_bytes -= len(frame)
+        return join_submits(submits)
 
 
 class Inbox:

@@ -22,7 +22,7 @@ from paceline.scheduler.snapshots import SnapshotStats
 from paceline.step import Ints, RunnerInfo, StepResult, TokenLogprobs
 
 # The first byte of every message. `Control` has the others.
-_SUBMIT, _ABORT, _WAKE = 1, 2, 8
+_SUBMIT, _ABORT, _WAKE, _JOINED = 1, 2, 8, 11
 _STEP, _READY, _PROGRESS, _DIED, _TRACED = 16, 17, 18, 19, 21
 
 
@@ -44,6 +44,7 @@ _SUBMIT_HEAD = struct.Struct("<B3xIIqqd")
 _STEP_HEAD = struct.Struct("<B3xIIIIIIIqd")  # a multiple of 8, and so are the times after it
 _STEP_TIMES = struct.Struct("<dddd")
 _SNAPSHOTS = struct.Struct("<dqqq")
+_LENGTH = struct.Struct("<I")  # of a submit among others
 _LOGPROBS_HEAD = struct.Struct("<iii")  # row, positions, width
 
 RESTED = -1.0  # as idle_s: no work was waiting, so the idle time is no bubble
@@ -206,6 +207,25 @@ _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingP
 def submit_uid(data: bytes) -> int | None:
     """The uid of a submit, without decoding it. None for another message."""
     return int(_SUBMIT_HEAD.unpack_from(data)[3]) if data[0] == _SUBMIT else None
+
+
+def join_submits(submits: Sequence[bytes]) -> bytes:
+    """One message out of several submits, which the engine reads together."""
+    if len(submits) == 1:
+        return submits[0]
+    return bytes((_JOINED,)) + b"".join(_LENGTH.pack(len(s)) + s for s in submits)
+
+
+def split_submits(data: bytes) -> list[bytes]:
+    """The submits of a joined message; any other message alone."""
+    if data[0] != _JOINED:
+        return [data]
+    submits, start = [], 1
+    while start < len(data):
+        first = start + _LENGTH.size
+        start = first + _LENGTH.unpack_from(data, start)[0]
+        submits.append(data[first:start])
+    return submits
 
 
 def encode_abort(uids: Sequence[int]) -> bytes:

@@ -96,7 +96,7 @@ class Channel:
                 self._blocked_since_s = time.monotonic()
 
     def _begin_frame(self) -> bool:
-        frame = self._outbox.take()
+        frame = self._outbox.take_joined()
         if frame is None:
             return False
         self._outbound += _HEADER.pack(len(frame)) + frame

@@ -15,7 +15,7 @@ MAX_BODY_LINES = 60
 # attention over long contexts (150), structured output, tools, Responses and Messages (5,900),
 # drafters and how they are accepted (3,600), restarts, routing, API keys and several machines
 # (2,100), the page (500).
-TOTAL_LINES = 53_200
+TOTAL_LINES = 53_260
 
 EVERY_FILE = sources("paceline", "tests", "bench")
 

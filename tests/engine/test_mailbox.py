@@ -85,3 +85,34 @@ def test_aborts_can_be_read_without_the_rest() -> None:
 
 def test_a_front_that_is_gone_reads_as_a_stop() -> None:
     assert decode(inbox_of(None).get()) == Control.STOP
+
+
+def test_submits_that_follow_each_other_travel_as_one_frame() -> None:
+    mailbox = filled(submit(1), submit(2), submit(3), encode(Control.DRAIN), submit(4))
+    mailbox.put(encode_abort([2]))
+    frames = []
+    while (frame := mailbox.take_joined()) is not None:
+        frames.append(frame)
+    assert mailbox.num_bytes == 0
+    assert len(frames) == 4
+    assert taken(filled(*frames)) == [encode_abort([2]), *map(submit, (1, 3)), *frames[2:]]
+    assert frames[2:] == [encode(Control.DRAIN), submit(4)]
+
+
+def test_an_abort_reaches_a_submit_that_came_with_others() -> None:
+    sender, receiver = filled(submit(1), submit(2)), Mailbox()
+    joined = sender.take_joined()
+    assert joined is not None
+    receiver.put(joined)
+    receiver.put(encode_abort([1]))
+    assert taken(receiver) == [encode_abort([1]), submit(2)]
+    assert receiver.num_bytes == 0
+
+
+def test_a_joined_frame_has_a_limit() -> None:
+    mailbox = filled(*(submit(uid, 10_000) for uid in range(1, 21)))
+    lengths = []
+    while (frame := mailbox.take_joined()) is not None:
+        lengths.append(len(frame))
+    assert len(lengths) > 1
+    assert max(lengths) < 2 * (1 << 18)
