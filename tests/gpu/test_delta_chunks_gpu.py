@@ -77,5 +77,5 @@ def test_states_are_passed_right_with_marks_and_ends_within_chunks(
     """With dependent launches, and with one kernel strictly after the other."""
     from paceline.kernels.gpu import triton
 
-    monkeypatch.setattr(triton, "IS_DEPENDENT", is_dependent)
+    monkeypatch.setattr(triton, "has_dependent_launches", lambda: is_dependent)
     check_passed(CUDA, dtype, sizes)

@@ -20,6 +20,7 @@ from torch.nn.functional import linear as torch_linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.elementwise.triton import silu_and_mul
+from paceline.kernels.gpu.triton import has_dependent_launches
 from paceline.kernels.linear import hopper
 from paceline.kernels.linear.reference import SHRINK, HeadPlaces, NormedRows, Product
 from paceline.kernels.linear.tiles import Tile, pick_tile
@@ -88,7 +89,7 @@ def scale_rows(residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Ten
     num_rows, width = residual_TD.shape
     out_TD = torch.empty_like(residual_TD, dtype=like.dtype)
     squares_T1 = residual_TD.new_empty(num_rows, 1)
-    is_dependent = not _INTERPRETED
+    is_dependent = has_dependent_launches()
     scale_kernel[(num_rows,)](
         residual_TD, norm_weight_D, out_TD, squares_T1, D=width,
         WIDTH=triton.next_power_of_2(width), SHRINK_BY=SHRINK.get(like.dtype, 1.0),
@@ -241,7 +242,7 @@ def _cut(
         "HEAD": head_size,
         "NUM_Q": num_outputs - 2 * num_kv_heads * head_size,
         "NUM_KV": num_kv_heads * head_size,
-        "IS_DEPENDENT": tile.is_dependent and not _INTERPRETED,
+        "IS_DEPENDENT": tile.is_dependent and has_dependent_launches(),
         "IS_GPU": not _INTERPRETED,
     }
     return Cut(**{name: tl.constexpr(value) for name, value in values.items()})
@@ -271,7 +272,9 @@ def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:
     """How far weights are pulled ahead, and in how many pieces a row: multiples of 16 bytes."""
     step = tile.splits * (32 * tile.warps if tile.kind == "mma" else tile.block_k)
     is_even = num_inputs % step == 0
-    ahead = min(tile.ahead, num_inputs // tile.splits) if is_even and not _INTERPRETED else 0
+    ahead = (
+        min(tile.ahead, num_inputs // tile.splits) if is_even and has_dependent_launches() else 0
+    )
     parts = max(1, 32 * tile.warps // tile.block_n)
     while ahead and ahead * itemsize % (16 * parts):
         parts //= 2
@@ -281,6 +284,6 @@ def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:
 def _launch(num_warps: int, is_dependent: bool) -> dict[str, Any]:
     """Launch options of a kernel that, if dependent, waits by itself for the one in front."""
     options: dict[str, Any] = {"num_warps": num_warps}
-    if is_dependent and not _INTERPRETED:
+    if is_dependent and has_dependent_launches():
         options["launch_pdl"] = True
     return options
