@@ -31,10 +31,12 @@ from tests.engine.echo_client import (
 )
 from tests.engine.test_client_process import first_line, is_running, members, start, wait_gone
 from tests.patience import PATIENCE_S
+from tests.tiers import first_or_more
 
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 DP4: dict[str, Any] = {"data_parallel_size": 4}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+FORCED: dict[str, Any] = {"force_collectives": True}
 TP2_DP2: dict[str, Any] = {**TP2, **DP2}
 # Replicas that wait for each other.
 DP2_EP: dict[str, Any] = {**DP2, "enable_expert_parallel": True}
@@ -121,7 +123,9 @@ def test_requests_get_the_tokens_of_one_rank_and_nothing_stays(layout: dict[str,
     assert not any(is_running(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("options", [{}, DP2, TP2_DP2, {"force_collectives": True}])
+@pytest.mark.parametrize(
+    "options", first_or_more([{}, DP2, TP2_DP2, FORCED], (TP2_DP2, FORCED).__contains__)
+)
 def test_ranks_put_nothing_into_the_temporary_folder(
     options: dict[str, Any], temporary_folder: Path
 ) -> None:
