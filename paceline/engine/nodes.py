@@ -259,10 +259,11 @@ class Nodes:
         node = RemoteNode(sock, hello, self._changed)
         with self._changed:
             refusal = self._objection(node, hello["options"])
+            # Before it counts as joined: orders go over the same connection.
+            link.send_json(sock, {"refusal": refusal})
             if refusal is None:
                 self._joined[node.number] = node
                 self._changed.notify_all()
-        link.send_json(sock, {"refusal": refusal})
         if refusal is not None:
             raise PacelineError(refusal)
         logger.info("%s has joined with replicas %s", node.name, node.replicas)

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -147,12 +148,15 @@ def test_every_sequence_that_does_not_run_is_counted_as_waiting() -> None:
         assert value(process, "num_requests_running") == 0
 
 
-def test_retry_after_grows_with_the_time_that_those_before_take() -> None:
-    with running("slots=1 delay_s=0.05", max_waiting=8) as process, ExitStack() as stack:
+def test_retry_after_grows_with_the_time_that_those_before_take(tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    behaviour = f"slots=1 delay_s=0.05 hang_file={hang}"
+    with running(behaviour, max_waiting=8) as process, ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(ask(process, max_tokens=20))
-        # One a second, and eight of them are open, or nearly.
+        # One a second, and most of them stay open.
         wait_for(lambda: value(process, "request_success_total", finished_reason="length") >= 2)
+        hang.touch()
         status, headers, _ = process.request("POST", "/v1/completions", prompt="abc", n=8)
         assert status == 429
         assert 3 <= int(headers["retry-after"]) <= 600

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,15 +118,20 @@ def test_a_rank_that_freezes_while_nothing_runs_is_missed(
     ("layout", "name"),
     [pytest.param(LONE, "gone: ", marks=pytest.mark.more), (DP2, "rank 1 (replica 1): ")],
 )
-def test_a_step_that_never_ends_is_named_to_every_client(layout: dict[str, Any], name: str) -> None:
+def test_a_step_that_never_ends_is_named_to_every_client(
+    layout: dict[str, Any], name: str, tmp_path: Path
+) -> None:
     """The process lives and beats; its loop is what hangs."""
-    behaviour = f"delay_s=0.02 max_len=8192 hang_at=20 at_rank={num_ranks(layout) - 1}"
+    hang = tmp_path / "hang"
+    behaviour = f"delay_s=0.02 max_len=8192 hang_file={hang} at_rank={num_ranks(layout) - 1}"
     engine = {**layout, **STALL}
     with running(behaviour, engine=engine, num_ranks=num_ranks(layout)) as process:
-        for stream in open_streams(process):
+        streams = open_streams(process)
+        hang.touch()
+        for stream in streams:
             body = stream.read().decode()
             assert '"code":"engine_dead"' in body
-            assert f"{name}step 20 has not returned for" in body
+            assert re.search(rf"{re.escape(name)}step \d+ has not returned for", body), body
         code, said = process.await_exit(PATIENCE_S)
         assert code == 1
         assert "in launch" in said  # where its threads were

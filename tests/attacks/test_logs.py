@@ -17,6 +17,7 @@ import pytest
 from tests.attacks.echo_cli import NOISY, PIPE_BYTES
 from tests.patience import wait_for
 from tests.server.processes import ROOT, processes_of
+from tests.tiers import first_or_more
 
 PATIENCE_S = 60.0  # for machines that are busy with something else
 SERVE = [sys.executable, "-m", "tests.attacks.echo_cli", "serve"]
@@ -133,7 +134,10 @@ def test_an_engine_whose_log_is_not_read_loads_and_answers() -> None:
 
 @pytest.mark.parametrize(
     "redirect",
-    [">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full", "2> /dev/full", "| true", "2>&1 | true"],
+    first_or_more(
+        [">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full", "2> /dev/full", "| true", "2>&1 | true"],
+        lambda how: how in ("<&- >&- 2>&-", "2> /dev/full", "2>&1 | true"),
+    ),
 )
 def test_a_server_without_a_log_or_an_announcement_serves(redirect: str) -> None:
     with serving(redirect=redirect) as server:

@@ -1,51 +1,60 @@
-"""Benchmarks wait until an engine has prepared what it prepares in idle time."""
+"""Benchmarks measure engines only when these are idle, and say so when they never are."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from bench.resting import busy_shares, cpu_s, wait_for_rest
+from bench import resting
 
-# Says so, works for a while, then rests.
+# Works for a while, says so, then rests.
 PROGRAM = """
-import sys, time
-print(flush=True)
-end_s = time.process_time() + float(sys.argv[1])
-while time.process_time() < end_s:
+import time
+while time.process_time() < 0.3:
     pass
-time.sleep(60)
+print(flush=True)
+time.sleep(600)
 """
 
 
-@contextmanager
-def process(busy_s: float) -> Iterator[int]:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(busy_s)], stdout=subprocess.PIPE
-    ) as started:
-        assert started.stdout is not None
-        started.stdout.readline()
+def test_the_cpu_time_of_a_process_is_what_it_worked() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as started:
         try:
-            yield started.pid
+            assert started.stdout is not None
+            started.stdout.readline()
+            assert resting.cpu_s(started.pid) >= 0.2  # counted in ticks
+            assert max(resting.busy_shares([started.pid], 0.2)) < resting.AT_REST
         finally:
             started.kill()
 
 
-def test_it_takes_until_the_last_of_them_rests() -> None:
-    begin_s = time.monotonic()
-    with process(0.0) as idle, process(1.5) as busy:
-        taken_s = wait_for_rest([idle, busy], pause_s=0.1)
-        assert cpu_s(busy) >= 1.4, "it was still at work"  # counted in ticks
-        assert max(busy_shares([idle, busy], 0.2)) < 0.1
-    assert 0.1 <= taken_s <= time.monotonic() - begin_s
+@pytest.fixture
+def ends_s(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """By process: until when it works. Time passes when it is slept through."""
+    clock = SimpleNamespace(now_s=0.0)
+    ends_s: dict[int, float] = {}
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+
+    fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(resting, "time", fake)
+    monkeypatch.setattr(resting, "cpu_s", lambda pid: min(clock.now_s, ends_s[pid]))
+    return ends_s
 
 
-def test_one_that_never_rests_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.resting.MOST_S", 0.5)
-    with process(60.0) as busy, pytest.raises(TimeoutError, match=str(busy)):
-        wait_for_rest([busy], pause_s=0.0)
+def test_it_takes_until_the_last_of_them_rests(ends_s: dict[int, float]) -> None:
+    ends_s.update({1: 0.0, 2: 3.0})
+    # The window from 2.6 s has some work of the second, the one from 3.1 s has none.
+    assert resting.wait_for_rest([1, 2], pause_s=0.1) == pytest.approx(3.6)
+    assert resting.wait_for_rest([1, 2], pause_s=0.0) == pytest.approx(0.5)
+
+
+def test_one_that_never_rests_is_an_error(ends_s: dict[int, float]) -> None:
+    ends_s[77] = 1e9
+    with pytest.raises(TimeoutError, match="77"):
+        resting.wait_for_rest([77], pause_s=0.0)

@@ -91,6 +91,25 @@ def pairwise(axes: dict[str, tuple[Any, ...]] = AXES) -> list[Rung]:
     return rungs
 
 
+def each_value(rungs: Sequence[Rung]) -> list[Rung]:
+    """A few of them in which every value of every axis occurs: these are in `make test`."""
+
+    def values(rung: Rung) -> set[tuple[str, Any]]:
+        return {(name, getattr(rung, name)) for name in AXES}
+
+    missing = {value for rung in rungs for value in values(rung)}
+    chosen = []
+    while missing:
+        chosen.append(max(rungs, key=lambda rung: len(values(rung) & missing)))
+        missing -= values(chosen[-1])
+    return chosen
+
+
+def each_drafter(rungs: Sequence[Rung]) -> list[Rung]:
+    """The first of each."""
+    return [*{rung.drafter: rung for rung in reversed(rungs)}.values()]
+
+
 def product() -> list[Rung]:
     """Every rung of one family; K is walked for the drafters that draft."""
     rungs = []

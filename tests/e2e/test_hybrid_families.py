@@ -10,7 +10,7 @@ import pytest
 from paceline import LLM
 from paceline.errors import CheckpointError
 from paceline.runner import startup
-from tests.e2e.ladder import AXES, Rung, Workshop, pairwise
+from tests.e2e.ladder import AXES, Rung, Workshop, each_drafter, each_value, pairwise
 from tests.e2e.test_fixed_steps import padded_on_cpu
 from tests.e2e.test_ladder import check
 from tests.tiers import first_or_more
@@ -22,17 +22,15 @@ HYBRID_AXES = {
     "drafter": ("none", "ngram", "eagle", "eagle3", "mtp"),
 }
 RUNGS = pairwise(HYBRID_AXES)
-# One of each family and drafter in the CPU's own layout, one of each drafter in the other.
-FIRST = {(rung.family, rung.drafter): rung for rung in reversed(RUNGS)}
-FIRST_FIXED = {rung.drafter: rung for rung in reversed(RUNGS)}
+FIRST, FIRST_FIXED = each_value(RUNGS), each_drafter(RUNGS)
 
 
-@pytest.mark.parametrize("rung", first_or_more(RUNGS, lambda r: r in FIRST.values()), ids=str)
+@pytest.mark.parametrize("rung", first_or_more(RUNGS, FIRST.__contains__), ids=str)
 def test_greedy_tokens_equal_the_reference(rung: Rung, workshop: Workshop) -> None:
     check(rung, workshop)
 
 
-@pytest.mark.parametrize("rung", first_or_more(RUNGS, lambda r: r in FIRST_FIXED.values()), ids=str)
+@pytest.mark.parametrize("rung", first_or_more(RUNGS, FIRST_FIXED.__contains__), ids=str)
 def test_greedy_tokens_equal_the_reference_with_fixed_shapes(
     rung: Rung, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

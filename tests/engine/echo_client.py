@@ -6,7 +6,7 @@ For tests only; nothing here needs a model or torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -91,10 +91,14 @@ def submit(client: EngineClient, request_id: str, prompt: str, **params: Any) ->
 
 
 def pump_until_finished(client: EngineClient, *streams: Stream) -> None:
+    pump_until(client, lambda: all(s.finished for s in streams))
+
+
+def pump_until(client: EngineClient, is_so: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
-    while not all(s.finished for s in streams):
-        assert time.monotonic() < give_up_s, "the engine did not finish in time"
-        client.pump(0.2)
+    while not is_so():
+        assert time.monotonic() < give_up_s, "it did not happen in time"
+        client.pump(0.1)
 
 
 def pump_for_ever(client: EngineClient) -> NoReturn:

@@ -8,6 +8,7 @@ fail_at=3 k=2".
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ class Behaviour:
     fail_at: int = 0  # the step that raises
     miss_at: int = 0  # the step that waits in vain for another rank, on all but `at_rank`
     hang_at: int = 0  # the step that never ends
+    hang_file: str = ""  # the first step that finds this file never ends
     spin_at: int = 0  # the step that computes for `spin_s`
     spin_s: float = 0.0
     k: int = 0
@@ -113,7 +115,8 @@ class EchoRunner:
             raise RuntimeError("the collector walks through everything")
         if plan.step == self.behaviour.miss_at:
             raise CollectiveError("waited in vain for another rank")
-        if plan.step == self.behaviour.hang_at:
+        has_file = bool(self.behaviour.hang_file) and os.path.exists(self.behaviour.hang_file)
+        if plan.step == self.behaviour.hang_at or has_file:
             time.sleep(600)
         if plan.step == self.behaviour.spin_at:
             while time.perf_counter() - started < self.behaviour.spin_s:
@@ -219,7 +222,7 @@ def build_echo(
     if behaviour.at_rank == place.engine_rank:
         behaviour = replace(behaviour, miss_at=0)
     elif behaviour.at_rank != -1:
-        behaviour = replace(behaviour, fail_at=0, hang_at=0, refuse="")
+        behaviour = replace(behaviour, fail_at=0, hang_at=0, hang_file="", refuse="")
     progress("loading", 0.0)
     time.sleep(behaviour.load_s)
     if behaviour.refuse:

@@ -210,7 +210,7 @@ def test_a_device_failure_reaches_the_front_with_its_place() -> None:
 
 
 def test_the_engine_dies_with_its_front() -> None:
-    with start(SCRIPT + "\ntime.sleep(60)", "") as front:
+    with start(SCRIPT + "\ntime.sleep(600)", "") as front:
         lines = [first_line(front) for _ in range(4)]
         pid = int(lines[2].split()[1])
         assert lines[3] == "abcabc"
@@ -237,7 +237,7 @@ thread.start() if sys.argv[1] == "another" else begin()
 if sys.argv[1] == "another":
     thread.join()
 print(client.engine_pids[0], run(client, "abc", max_tokens=6).text(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with start(code, thread) as front:
         pid, text = first_line(front).split()
@@ -245,7 +245,7 @@ time.sleep(60)
         try:
             os.kill(int(pid), signal.SIGSTOP)
             front.kill()
-            assert wait_gone(int(pid), 20.0)
+            assert wait_gone(int(pid))
         finally:
             if is_running(int(pid)):
                 os.kill(int(pid), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +11,13 @@ from paceline.engine.client import EngineClient
 from paceline.engine.outputs import Delta
 from paceline.errors import PacelineError, RequestFailed
 from paceline.request import SamplingParams
-from tests.engine.echo_client import echo_client, pump_until_finished, run, submit
-from tests.patience import PATIENCE_S
+from tests.engine.echo_client import (
+    echo_client,
+    pump_until,
+    pump_until_finished,
+    run,
+    submit,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +55,7 @@ def test_the_owner_of_a_sink_that_raises_at_the_last_delta_is_told(client: Engin
     ids = client.tokenizer.encode("abc")
     params = SamplingParams(max_tokens=3)
     client.submit("broken", ids, params, on_deltas=broken, on_error=told.append)
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not told:
-        assert time.monotonic() < give_up_s
-        client.pump(0.2)
+    pump_until(client, lambda: bool(told))
     assert run(client, "ab", max_tokens=2).text() == "ab"
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from paceline.engine.launch import path_of, shared_file
 from paceline.engine.life import Beats, LoopWatch, RankWatch, Stillness
 from paceline.errors import EngineDead
 
-TIMEOUT_S = 0.2
-LONG_S = 2.5  # after which one that hangs has been found out
+TIMEOUT_S = 8.0
+TICK_S = 1.0  # between two looks of a watch with this timeout
 PATIENCE_S = 60.0
 
 
@@ -34,6 +35,28 @@ class Rank:
 
     def kill(self) -> None:
         self.was_killed = True
+
+
+class Clocks:
+    """Those of the wall, of this process and of the thread that made them. A test moves them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.wall_s = self.process_s = self.loop_s = 100.0
+        loop = time.pthread_getcpuclockid(threading.get_ident())
+        patch.setattr(time, "monotonic", lambda: self.wall_s)
+        patch.setattr(time, "process_time", lambda: self.process_s)
+        patch.setattr(time, "clock_gettime", lambda clock: {loop: self.loop_s}[clock])
+
+    def tick(self, loop: float = 0.0, others: float = 0.0) -> None:
+        """The loop's thread, and all other threads, compute for these shares of the time."""
+        self.wall_s += TICK_S
+        self.loop_s += loop * TICK_S
+        self.process_s += (loop + others) * TICK_S
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
 
 
 def test_what_one_process_counts_another_reads() -> None:
@@ -58,37 +81,76 @@ def test_memory_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         Beats(shared_file("beats", ends), 2)
 
 
-def test_time_without_a_check_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+def test_time_without_a_check_does_not_count(clocks: Clocks) -> None:
     still = Stillness(tick_s=1.0)
     assert still.look("a") == 0.0
-    now_s += 1.0
+    clocks.wall_s += 1.0
     assert still.look("a") == 1.0
-    now_s += 3600.0  # Ctrl-Z, a laptop that sleeps
+    clocks.wall_s += 3600.0  # Ctrl-Z, a laptop that sleeps
     assert still.look("a") == 3.0
-    now_s += 1.0
+    clocks.wall_s += 1.0
     assert still.look("b") == 0.0
 
 
-def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(beats: Beats) -> None:
-    ranks = [Rank(10), Rank(11), Rank(12, is_running=False)]  # the last one has ended by itself
+# ---- the front's watch
+
+
+class Ticking(threading.Event):
+    """Ends at once what a watch waits for between two looks, and lets these ranks beat."""
+
+    def __init__(
+        self, clocks: Clocks, beats: Beats, beating: Sequence[int], num_ticks: int
+    ) -> None:
+        super().__init__()
+        self._clocks, self._beats, self._beating = clocks, beats, beating
+        self._num_left = num_ticks
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout == TICK_S
+        self._clocks.tick()
+        for rank in self._beating:
+            self._beats.counts[rank] += 1
+        self._num_left -= 1
+        return self._num_left < 0
+
+
+def watched(
+    clocks: Clocks,
+    beats: Beats,
+    ranks: list[Rank],
+    beating: Sequence[int] = (),
+    num_ticks: int = 99,
+) -> RankWatch:
     watch = RankWatch(beats, dict(enumerate(ranks)), TIMEOUT_S)
-    watch.start()
-    give_up_s = time.monotonic() + PATIENCE_S
-    while watch.is_alive() and time.monotonic() < give_up_s:
-        beats.counts[0] += 1
-        time.sleep(0.01)
+    watch._over = Ticking(clocks, beats, beating, num_ticks)
+    watch.run()
+    return watch
+
+
+def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(
+    clocks: Clocks, beats: Beats
+) -> None:
+    ranks = [Rank(10), Rank(11), Rank(12, is_running=False)]  # the last one has ended by itself
+    watch = watched(clocks, beats, ranks, beating=[0])
     assert [rank.was_killed for rank in ranks] == [False, True, False]
     assert set(watch.verdicts) == {1}
-    assert watch.verdicts[1].startswith("the engine process (pid 11) has sent no heartbeat for")
+    said = "the engine process (pid 11) has sent no heartbeat for 11 s (--stall-timeout 8)"
+    assert watch.verdicts[1] == said
 
 
-def test_ranks_that_freeze_together_are_named_together(beats: Beats) -> None:
+@pytest.mark.parametrize(("num_ticks", "is_killed"), [(10, False), (12, True)])
+def test_a_rank_has_the_timeout_and_a_grace(
+    num_ticks: int, is_killed: bool, clocks: Clocks, beats: Beats
+) -> None:
+    """The first look sees a number that it did not know."""
+    rank = Rank(10)
+    watched(clocks, beats, [rank], num_ticks=num_ticks)
+    assert rank.was_killed == is_killed
+
+
+def test_ranks_that_freeze_together_are_named_together(clocks: Clocks, beats: Beats) -> None:
     ranks = [Rank(10), Rank(11), Rank(12)]
-    watch = RankWatch(beats, dict(enumerate(ranks)), TIMEOUT_S)
-    watch.start()
-    watch.join(PATIENCE_S)
+    watch = watched(clocks, beats, ranks)
     assert all(rank.was_killed for rank in ranks)
     assert watch.verdicts[1].endswith(", nor has rank 0, nor has rank 2")
 
@@ -103,64 +165,49 @@ def test_a_watch_that_was_ended_kills_no_process(beats: Beats) -> None:
     assert not any(rank.was_killed for rank in ranks)
 
 
-class Loop:
-    """A loop in a thread of its own that stays in one stage, and the watch that it made."""
-
-    def __init__(self, stage: str, *, computes: bool) -> None:
-        self.over = threading.Event()
-        self._made = threading.Event()
-        self._stage, self._computes = stage, computes
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._made.wait()
-
-    def _run(self) -> None:
-        self.watch = LoopWatch(lambda: (self._stage, 7, 1.0), TIMEOUT_S)
-        self._made.set()
-        while not self.over.wait(0.0 if self._computes else 0.05):
-            pass
-
-    def verdict(self, within_s: float) -> str | None:
-        """As the pulse asks."""
-        give_up_s = time.monotonic() + within_s
-        try:
-            while time.monotonic() < give_up_s:
-                if (reason := self.watch.look()) is not None:
-                    return reason
-                time.sleep(TIMEOUT_S / 8)
-        finally:
-            self.over.set()
-            self._thread.join()
-        return None
+# ---- a rank's watch over its own loop
 
 
-def test_a_loop_that_waits_in_vain_is_stuck_though_it_asks_the_device_all_the_time() -> None:
-    reason = Loop("wait", computes=True).verdict(PATIENCE_S)
-    assert reason is not None
-    assert "step 7 has not returned for" in reason
-    assert "(stage 'wait', --stall-timeout 0.2)" in reason
+def verdict(
+    clocks: Clocks, stage: str, within_s: int, loop: float = 0.0, others: float = 0.0
+) -> str | None:
+    """Of a loop that stays in one stage, as the pulse asks."""
+    watch = LoopWatch(lambda: (stage, 7, 1.0), TIMEOUT_S)
+    for _ in range(within_s):
+        clocks.tick(loop, others)
+        if (reason := watch.look()) is not None:
+            return reason
+    return None
 
 
-def test_a_loop_that_computes_has_longer_and_not_for_ever() -> None:
-    began_s = time.monotonic()
-    reason = Loop("launch", computes=True).verdict(PATIENCE_S)
-    assert time.monotonic() - began_s > LONG_S
-    assert reason is not None
-    assert "step 7 has been computing for" in reason
+def test_a_loop_that_waits_in_vain_is_stuck_though_it_asks_the_device_all_the_time(
+    clocks: Clocks,
+) -> None:
+    reason = verdict(clocks, "wait", 99, loop=1.0)
+    assert reason == "step 7 has not returned for 10 s (stage 'wait', --stall-timeout 8)"
 
 
-def test_a_loop_that_waits_while_its_device_thread_computes_is_not_stuck() -> None:
-    device = Loop("wait", computes=True)
-    assert Loop("wait", computes=False).verdict(LONG_S) is None
-    device.over.set()
+@pytest.mark.parametrize("share", [0.06, 1.0])
+def test_a_loop_that_computes_has_longer_and_not_for_ever(share: float, clocks: Clocks) -> None:
+    reason = verdict(clocks, "launch", 999, loop=share)
+    assert reason == "step 7 has been computing for 241 s (stage 'launch', --stall-timeout 8)"
 
 
-def test_a_loop_at_rest_is_never_stuck() -> None:
-    assert Loop("", computes=False).verdict(LONG_S) is None
+def test_a_loop_that_hardly_computes_is_stuck(clocks: Clocks) -> None:
+    assert "has not returned for" in (verdict(clocks, "launch", 99, loop=0.04) or "")
 
 
-def test_a_loop_that_gets_on_is_not_stuck() -> None:
-    loop = Loop("plan", computes=False)
-    stages = iter(range(10**6))
-    loop.watch._doing = lambda: ("wait", 7, float(next(stages)))
-    assert loop.verdict(LONG_S) is None
+def test_a_loop_that_waits_while_its_device_thread_computes_is_not_stuck(clocks: Clocks) -> None:
+    assert verdict(clocks, "wait", 200, others=0.5) is None
+
+
+def test_a_loop_at_rest_is_never_stuck(clocks: Clocks) -> None:
+    assert verdict(clocks, "", 999) is None
+
+
+def test_a_loop_that_gets_on_is_not_stuck(clocks: Clocks) -> None:
+    stages = itertools.count()
+    watch = LoopWatch(lambda: ("wait", 7, float(next(stages))), TIMEOUT_S)
+    for _ in range(999):
+        clocks.tick()
+        assert watch.look() is None

@@ -23,13 +23,9 @@ from paceline.errors import ConfigError, EngineDead, PacelineError
 from paceline.parallel.placement import node_part
 from tests.engine.echo_client import FACTORY, echo_front, pump_for_ever, pump_until_finished, submit
 from tests.patience import PATIENCE_S, wait_for
+from tests.ports import free_port
 
 KEY = "a key of the tests"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def options(port: int, **changes: Any) -> dict[str, Any]:
@@ -102,6 +98,23 @@ def test_a_node_that_comes_before_its_front_waits_for_it() -> None:
     nodes.close()
     early.join(PATIENCE_S)
     assert early.error is None, "the front ended in order"
+
+
+def test_a_node_hears_that_it_may_join_before_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that came first was taken for the answer."""
+    joined_before: list[int] = []
+    send = link.send_json
+
+    def answer(sock: socket.socket, value: dict[str, Any]) -> None:
+        if "refusal" in value:
+            joined_before.append(len(nodes._joined))
+        send(sock, value)
+
+    with listening() as (nodes, port):
+        monkeypatch.setattr(link, "send_json", answer)
+        Machine(node_config(port))
+        nodes.await_all()
+        assert joined_before == [0]
 
 
 @pytest.mark.parametrize(

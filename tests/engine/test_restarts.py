@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +19,17 @@ from paceline.engine.router import Router
 from paceline.errors import CheckpointError, EngineDead, InvalidRequest, RequestFailed
 from paceline.request import EngineRequest
 from paceline.scheduler.scheduler import Scheduler
-from tests.engine.echo_client import Stream, echo_client, pump_for_ever, pump_until_finished, submit
+from tests.engine.echo_client import (
+    Stream,
+    echo_client,
+    pump_for_ever,
+    pump_until,
+    pump_until_finished,
+    submit,
+)
 from tests.engine.harness import engine_config, request
 from tests.engine.test_client_process import is_running, wait_gone
 from tests.fakes import runner_info
-from tests.patience import PATIENCE_S
 
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
@@ -35,19 +39,12 @@ NUM_TOKENS = 150
 
 
 def engine(behaviour: str = "", **options: Any) -> Any:
-    values = {"max_restarts": 3, "stall_timeout": 2.0, **options}
+    values = {"max_restarts": 3, **options}
     return echo_client(f"delay_s=0.01 {behaviour}", in_process=False, **values)
 
 
 def submit_all(client: EngineClient, **params: Any) -> list[Stream]:
     return [submit(client, p, p, max_tokens=NUM_TOKENS, **params) for p in PROMPTS]
-
-
-def pump_until(client: EngineClient, condition: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, "it did not happen in time"
-        client.pump(0.1)
 
 
 def pump_until_all_begin(client: EngineClient, streams: list[Stream]) -> None:

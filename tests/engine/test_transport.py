@@ -31,7 +31,7 @@ def opened() -> tuple[Channel, Port, SimpleQueue[str]]:
 def receive_count(channel: Channel, count: int) -> list[bytes]:
     frames: list[bytes] = []
     while len(frames) < count:
-        frames += channel.receive(5.0)
+        frames += channel.receive(PATIENCE_S)
     return frames
 
 
@@ -80,7 +80,7 @@ def test_one_receive_takes_a_bounded_share_and_leaves_the_rest_readable() -> Non
         port.send(bytes(20_000))
     seen = 0
     while seen < 400:
-        frames = channel.receive(5.0)
+        frames = channel.receive(PATIENCE_S)
         assert len(frames) <= 100
         seen += len(frames)
     port.close()
@@ -115,28 +115,32 @@ def test_the_descriptor_is_readable_as_long_as_something_can_be_sent() -> None:
     port = Port(engine, on_end=lambda: None)
     port.start()
     while channel.num_unsent_bytes:
-        assert is_readable(channels, 5.0)
+        assert is_readable(channels, PATIENCE_S)
         assert channels.receive() == []
-    assert port.inbox.get(timeout=5) == b"a" * 5_000_000
+    assert port.inbox.get(timeout=PATIENCE_S) == b"a" * 5_000_000
     assert not is_readable(channels)  # or an event loop would turn for ever
     port.close()
     channels.close()
 
 
-def test_time_counts_as_blocked_only_while_the_engine_takes_nothing() -> None:
+def test_time_counts_as_blocked_only_while_the_engine_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     front, engine = connected_pair()
     channel = Channel(front)
     channel.send(b"a")
-    time.sleep(0.02)
+    now_s += 1.0
     assert channel.blocked_s == 0.0
     channel.send(b"b" * 5_000_000)
-    time.sleep(0.2)
-    blocked_s = channel.blocked_s
-    assert blocked_s >= 0.2
+    now_s += 2.0
+    assert channel.blocked_s == 2.0
     engine.recv(1_000_000)
     channel.flush()
+    now_s += 1.0
     assert channel.num_unsent_bytes > 0
-    assert channel.blocked_s < blocked_s
+    assert channel.blocked_s == 1.0
     channel.close()
     engine.close()
 
@@ -145,7 +149,7 @@ def test_an_engine_that_was_cut_off_has_ended() -> None:
     front, engine = connected_pair()
     channel = Channel(front)
     channel.cut()
-    assert channel.receive(5.0) == []
+    assert channel.receive(PATIENCE_S) == []
     assert channel.at_end
     with pytest.raises(ChannelClosed):
         channel.send(b"b")
@@ -160,7 +164,7 @@ def test_the_front_sees_the_end_after_the_last_frame() -> None:
     closing.start()
     assert receive_count(channel, 1) == [b"last words"]
     while not channel.at_end:
-        assert channel.receive(5.0) == []
+        assert channel.receive(PATIENCE_S) == []
     closing.join()
     with pytest.raises(ChannelClosed):
         channel.send(b"too late")
@@ -186,7 +190,7 @@ def test_several_channels_are_one_descriptor_and_frames_say_where_they_came_from
     assert not is_readable(channels)
     assert channels.receive() == []
     opened_ones[2][1].send(b"two")
-    assert is_readable(channels, 5.0)
+    assert is_readable(channels, PATIENCE_S)
     assert channels.receive(5.0) == [(2, b"two")]
     for _, port, _ in opened_ones:
         port.send(b"all")

@@ -14,10 +14,24 @@ import torch
 from paceline.parallel.groups import ALONE
 from tests.models.tensor_parallel import DRAFTERS, FAMILIES, VOCAB, compute, odd_rows, save_all
 from tests.parallel.ranks import run_ranks
+from tests.tiers import first_or_more
 
 Results = dict[str, Any]
 JOBS = {2: "two_ranks", 4: "four_ranks"}
-SIZES = pytest.mark.parametrize("size", JOBS)
+SIZES = pytest.mark.parametrize("size", first_or_more(JOBS, lambda size: size == 2))
+
+
+class Ranks(dict[int, list[Results]]):
+    """What each rank computed, by their number; run when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, size: int) -> list[Results]:
+        job = f"tests.models.tensor_parallel:{JOBS[size]}"
+        self[size] = run_ranks(job, size, self._folder)
+        return self[size]
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +48,14 @@ def alone(folder: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> dict[int, list[Results]]:
-    """Of both layouts, one after the other."""
-    return {
-        size: run_ranks(f"tests.models.tensor_parallel:{job}", size, folder)
-        for size, job in JOBS.items()
-    }
+def ranks(folder: Path) -> Ranks:
+    return Ranks(folder)
 
 
 @SIZES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_parts_gives_the_logits_and_tokens_of_one(
-    alone: Results, ranks: dict[int, list[Results]], size: int, family: str
+    alone: Results, ranks: Ranks, size: int, family: str
 ) -> None:
     expected = alone[family]
     for rank in ranks[size]:
@@ -60,7 +70,7 @@ def test_a_model_in_parts_gives_the_logits_and_tokens_of_one(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.trap("I10")
 def test_every_sampling_mode_emits_the_tokens_of_one_rank_on_all_ranks(
-    alone: Results, ranks: dict[int, list[Results]], size: int, family: str
+    alone: Results, ranks: Ranks, size: int, family: str
 ) -> None:
     """Both layouts of windows; sampled rows have a temperature, and nothing is broadcast."""
     expected = alone[family]["verified"]
@@ -72,7 +82,7 @@ def test_every_sampling_mode_emits_the_tokens_of_one_rank_on_all_ranks(
 
 @SIZES
 @pytest.mark.trap("I5")
-def test_every_rank_has_the_same_bits(ranks: dict[int, list[Results]], size: int) -> None:
+def test_every_rank_has_the_same_bits(ranks: Ranks, size: int) -> None:
     first, *others = ranks[size]
     for rank in others:
         for family in FAMILIES:
@@ -86,7 +96,7 @@ def test_every_rank_has_the_same_bits(ranks: dict[int, list[Results]], size: int
 @SIZES
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_are_those_of_one_rank_at_both_draft_layouts(
-    alone: Results, ranks: dict[int, list[Results]], size: int, drafter: str
+    alone: Results, ranks: Ranks, size: int, drafter: str
 ) -> None:
     expected = alone[f"{drafter} at 1"]
     assert (expected["drafts"] >= 0).all()
@@ -102,7 +112,7 @@ def test_drafts_are_those_of_one_rank_at_both_draft_layouts(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.trap("L-11")
 def test_a_draft_at_one_rank_inside_many_has_whole_layers(
-    alone: Results, ranks: dict[int, list[Results]], size: int, drafter: str
+    alone: Results, ranks: Ranks, size: int, drafter: str
 ) -> None:
     whole = alone[f"{drafter} at 1"]["shapes"]
     assert len(whole) > 4
@@ -113,7 +123,7 @@ def test_a_draft_at_one_rank_inside_many_has_whole_layers(
 
 @SIZES
 def test_a_head_shares_the_targets_tables_only_where_they_are_equal_on_all_ranks(
-    alone: Results, ranks: dict[int, list[Results]], size: int
+    alone: Results, ranks: Ranks, size: int
 ) -> None:
     """The tables differ in one row, which is the last rank's: the others must hear of it."""
     tables = {
@@ -140,7 +150,7 @@ def test_a_head_shares_the_targets_tables_only_where_they_are_equal_on_all_ranks
 
 @SIZES
 @pytest.mark.trap("L-10")
-def test_the_cache_holds_a_ranks_own_heads(ranks: dict[int, list[Results]], size: int) -> None:
+def test_the_cache_holds_a_ranks_own_heads(ranks: Ranks, size: int) -> None:
     held = {"llama": 2, "one KV head": 1, "four KV heads": 4, "deepseek-v3": 1}
     for rank in ranks[size]:
         for family, count in held.items():
@@ -149,7 +159,7 @@ def test_the_cache_holds_a_ranks_own_heads(ranks: dict[int, list[Results]], size
 
 @SIZES
 def test_a_vocabulary_that_does_not_divide_is_whole_again_and_no_padding_wins(
-    ranks: dict[int, list[Results]], size: int
+    ranks: Ranks, size: int
 ) -> None:
     most = -(-VOCAB // size)
     for index, rank in enumerate(ranks[size]):
@@ -169,9 +179,7 @@ def test_a_vocabulary_that_does_not_divide_is_whole_again_and_no_padding_wins(
         assert local == (most if index < size - 1 else VOCAB - (size - 1) * most)
 
 
-def test_a_group_of_one_that_is_made_to_talk_changes_no_bit(
-    alone: Results, ranks: dict[int, list[Results]]
-) -> None:
+def test_a_group_of_one_that_is_made_to_talk_changes_no_bit(alone: Results, ranks: Ranks) -> None:
     forced = ranks[2][0]["forced"]
     assert any("all_reduce" in x for x in forced["records"])
     for family in FAMILIES:
@@ -183,7 +191,7 @@ def test_a_group_of_one_that_is_made_to_talk_changes_no_bit(
 
 @SIZES
 def test_greedy_steps_exchange_one_value_and_id_and_never_whole_rows(
-    ranks: dict[int, list[Results]], size: int
+    ranks: Ranks, size: int
 ) -> None:
     """The records of a rank: what traveled for greedy drafts of one row is [2, 1]."""
     for rank in ranks[size]:

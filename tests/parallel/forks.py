@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 
 from paceline.engine import launch
+from tests.patience import PATIENCE_S
 
 _HIGH = 700  # descriptors move up here before they get their numbers
 _MAX_BYTES = 1 << 16
@@ -66,7 +67,7 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
 
 
 @cache

@@ -161,6 +161,7 @@ def test_a_device_step_that_never_ends_is_named(workshop: Workshop) -> None:
         assert_all_gone(pids)
 
 
+@pytest.mark.more  # tests/engine/test_peers.py has the rule without ranks
 @TWO_RANKS
 def test_a_leader_that_freezes_while_all_rest_is_missed(layout: str, workshop: Workshop) -> None:
     """Whoever gets the next request: that one would wait for it in vain."""

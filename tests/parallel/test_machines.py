@@ -26,6 +26,7 @@ from tests.eagle import train
 from tests.mtp import random_mtp, save_mtp
 from tests.parallel.test_serving import NUM_TRAINED, PROMPTS, check, plain_answers
 from tests.patience import PATIENCE_S, wait_for
+from tests.ports import free_port
 from tests.server.processes import ROOT
 
 KEY = {"PACELINE_CLUSTER_KEY": "the key of the tests"}
@@ -67,11 +68,6 @@ def two_machines() -> Iterator[Wiring]:
         yield Wiring(f"{net}.1", f"{net}.2", inside)
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def save_trained(tmp_path: Path) -> tuple[Path, list[Any], list[str]]:

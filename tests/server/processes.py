@@ -100,7 +100,7 @@ class Process:
         """(exit code, stderr); asserts that it left in time and that no engine stayed."""
         self.popen.wait(within_s)
         for pid in self.engine_pids:
-            wait_for(lambda pid=pid: not is_running(pid), 5.0)  # type: ignore[misc]
+            wait_for(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
         self.log.seek(0)
         return self.popen.returncode, self.log.read()
 

@@ -74,7 +74,7 @@ def test_a_signal_drains_what_runs_and_refuses_what_comes(number: signal.Signals
         body = first + stream.read()
         assert text_of(body) == "abc" * 20
         assert body.endswith(b"data: [DONE]\n\n")
-        code, _ = process.await_exit(30)
+        code, _ = process.await_exit()
         assert code == 0
 
 
@@ -85,7 +85,7 @@ def test_the_drain_has_a_limit_and_those_cut_off_are_told() -> None:
         process.popen.terminate()
         body = stream.read()
         assert b'"code":"not_ready"' in body
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
         assert code == 0
         assert "Traceback" not in said
 
@@ -97,7 +97,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         process.popen.send_signal(signal.SIGINT)
         wait_for(lambda: process.request("GET", "/readyz")[0] == 503)
         process.popen.send_signal(signal.SIGINT)
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
         assert code == 130  # 0 after a drain
         assert "Traceback" not in said
         stream.close()
@@ -109,7 +109,7 @@ def test_a_signal_to_an_idle_server_ends_it_with_0() -> None:
         idle.request("GET", "/health")
         idle.getresponse().read()
         process.popen.terminate()
-        assert process.await_exit(30)[0] == 0
+        assert process.await_exit()[0] == 0
         idle.close()
 
 
@@ -119,7 +119,7 @@ def test_a_server_under_nohup_outlives_its_terminal() -> None:
         process.popen.send_signal(signal.SIGHUP)
         assert text_of_completion(process) == "abcabc"
         process.popen.terminate()
-        assert process.await_exit(30)[0] == 0
+        assert process.await_exit()[0] == 0
 
 
 @EACH_SIGNAL
@@ -131,7 +131,7 @@ def test_a_signal_while_loading_ends_it_with_a_word_and_leaves_no_engine(
         time.sleep(0.3)  # the engine process is somewhere in its start
         process.find_engine()
         process.popen.send_signal(number)
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
         assert code == 128 + number
         assert "stopped while loading" in said
         assert "Traceback" not in said
@@ -139,7 +139,7 @@ def test_a_signal_while_loading_ends_it_with_a_word_and_leaves_no_engine(
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason() -> None:
     with running("refuse=folder", wait=False) as process:
-        code, said = process.await_exit(60)
+        code, said = process.await_exit()
         assert code == 1
         assert "folder is no checkpoint" in said
 
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_says_where_in_the_log_only() -> None:
         assert b"The engine has stopped; the server's log says why." in body
         assert b"the device caught fire" in body
         assert b".py" not in body
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
     assert code == 1
     assert re.search(r'Traceback(?s:.*)echo_runner.py", line \d+', said)
 
@@ -179,6 +179,6 @@ def test_a_killed_engine_ends_streams_with_the_reason_and_the_server_with_1() ->
         os.kill(process.engine_pids[0], signal.SIGKILL)
         body = stream.read()
         assert b'"code":"engine_dead"' in body
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
         assert code == 1
         assert "SIGKILL" in said

@@ -97,6 +97,6 @@ def test_ctrl_c_lets_the_streams_of_all_replicas_finish() -> None:
 
 def test_a_rank_that_cannot_load_is_said_and_no_rank_stays() -> None:
     with running("refuse=folder at_rank=1", engine=DP2, wait=False) as process:
-        code, said = process.await_exit(30)
+        code, said = process.await_exit()
         assert code == 1
         assert "rank 1 (replica 1): folder is no checkpoint" in said

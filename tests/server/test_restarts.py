@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,12 +127,13 @@ def test_without_a_key_admin_is_for_this_machine_only(host: str) -> None:
 
 def test_a_request_that_has_waited_too_long_is_a_429_and_one_that_runs_is_not() -> None:
     client = FakeClient(by_hand=True)
-    with serving(client, max_queue_wait=1.0) as server, ThreadPoolExecutor(2) as pool:
+    with serving(client) as server, ThreadPoolExecutor(2) as pool:
         waiting, running_one = (pool.submit(server.chat) for _ in range(2))
         client.await_asked(2)
         wait_for(lambda: sum(len(job.generations) for job in server.service.jobs) == 2)
         first, second = server.service.jobs
         first.generations[0].was_admitted = True
+        server.service.options = replace(server.service.options, max_queue_wait=1.0)
         wait_for(lambda: second.error is not None)
         assert first.error is None
         client.allow(1 << 30)
