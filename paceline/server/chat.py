@@ -33,7 +33,7 @@ from paceline.server.tools import (
     ToolUse,
     check_callable,
     constrained,
-    end_of_thinking,
+    grammar_start,
     parser_factory,
     read_tool_use,
 )
@@ -60,8 +60,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         ids = await service.off_loop(
             len(text), lambda: client.tokenizer.encode_within(text, limit, special)
         )
-        after = end_of_thinking(layout, client.tokenizer, text, is_off=_thinking_is_off(body))
-        params = constrained(params, use, layout, client.tokenizer, after)
+        begins = grammar_start(layout, client.tokenizer, text, is_off=_thinking_is_off(body))
+        params = constrained(params, use, layout, client.tokenizer, begins)
         make_parser = parser_factory(layout, use, text, client.tokenizer, streams=bool(body.stream))
         echo = final_text(body) if body.echo else ""
         reply_format = ChatFormat(service, body, echo, make_parser)

@@ -30,10 +30,11 @@ def structured_outputs(request: GenerateFields) -> StructuredOutputsParams | Non
         )
     if not any(value not in (None, False) for value in request.structured_outputs.values()):
         return None  # clients send every field as null
-    if "after_token_ids" in request.structured_outputs:
-        raise InvalidRequest(
-            "structured_outputs has no field 'after_token_ids'.", param="structured_outputs"
-        )
+    for name in ("after_token_ids", "opening_token_ids"):  # the server sets them
+        if name in request.structured_outputs:
+            raise InvalidRequest(
+                f"structured_outputs has no field {name!r}.", param="structured_outputs"
+            )
     return StructuredOutputsParams(
         **{name: value for name, value in request.structured_outputs.items() if value is not None}
     )

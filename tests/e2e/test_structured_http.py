@@ -155,6 +155,7 @@ def test_an_unsupported_schema_is_a_400_that_names_the_keyword(
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex, choice"),
         ({"structured_outputs": {"jsonn": {}}}, "Did you mean 'json'"),
         ({"structured_outputs": {"choice": ["a"], "after_token_ids": [1]}}, "after_token_ids"),
+        ({"structured_outputs": {"choice": ["a"], "opening_token_ids": [1]}}, "opening_token_ids"),
         ({"structured_outputs": {"regex": "a" * 140_000}}, "the limit is 131072"),
         ({"response_format": {"type": "jsonschema"}}, "Did you mean 'json_schema'"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "json_schema"),
