@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.server.body import read_request
 from paceline.server.chat import ChatEndpoint
 from paceline.server.fields import convert
-from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint
+from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint, owner_of
 from paceline.server.params import client_names
 from paceline.server.requests import ChatRequest
 from paceline.server.service import Client, Service
@@ -51,7 +51,7 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
         self._chat = ChatEndpoint(service)
 
     async def check_as_chat(
-        self, client: Client, size: int, translate: Callable[[], Translated]
+        self, client: Client, size: int, owner: bytes, translate: Callable[[], Translated]
     ) -> tuple[CheckedRequest, Translated]:
         """`translate` may run in a thread. `size` is that of what it translates, in bytes."""
 
@@ -62,7 +62,7 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
 
         request, translated = await self._service.off_loop(size, work)
         with client_names(translated.names):
-            checked = await self._chat.check(client, request, size)
+            checked = await self._chat.check(client, request, size, owner)
         return replace(checked, field_names=translated.names), translated
 
     async def count(self, request: Request, kind: type[Body]) -> int:
@@ -71,4 +71,5 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
         client = service.client
         async with read_request(request, service, kind) as (body, size):
             service.resolve_model(body.model)
-            return len((await self.check(client, body, size)).prompts[0].token_ids)
+            checked = await self.check(client, body, size, owner_of(request))
+            return len(checked.prompts[0].token_ids)

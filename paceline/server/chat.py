@@ -47,7 +47,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     body_type = ChatRequest
     id_prefix = "chatcmpl-"
 
-    async def check(self, client: Client, body: ChatRequest, size: int) -> CheckedRequest:
+    async def check(
+        self, client: Client, body: ChatRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
         service = self._service
         params = chat_params(body, client.default_sampling)
         service.check_room(params.n)

@@ -41,8 +41,10 @@ class MessagesEndpoint(TranslatedEndpoint[CountTokensRequest]):
     body_type = MessagesRequest
     id_prefix = "msg_"
 
-    async def check(self, client: Client, body: CountTokensRequest, size: int) -> CheckedRequest:
-        checked, _ = await self.check_as_chat(client, size, lambda: translate(body))
+    async def check(
+        self, client: Client, body: CountTokensRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
+        checked, _ = await self.check_as_chat(client, size, owner, lambda: translate(body))
         shows_thinking = getattr(body.thinking, "display", None) != "omitted"
         body.messages = []  # the prompt holds them, and a stream may last for hours
         reply_format = MessagesFormat(checked.make_parser, shows_thinking=shows_thinking)

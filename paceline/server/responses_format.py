@@ -48,6 +48,7 @@ class Asked:
     items: Sequence[Item]  # the whole input
     spaced: dict[str, tuple[str, str]]  # see Translated
     is_stored: bool
+    owner: bytes  # see response_store
     temperature: float
     top_p: float
 
@@ -64,6 +65,7 @@ class ResponsesFormat(BlockFormat):
         self._number = 0  # of the next event
         self._job: Job | None = None
         self._is_cancelled = False
+        self._is_kept = asked.is_stored
         include = asked.body.include or ()
         self._seals_reasoning = "reasoning.encrypted_content" in include
 
@@ -84,6 +86,11 @@ class ResponsesFormat(BlockFormat):
         self._job.fail(GenerationFailed("The response was cancelled."))
         self._service.end(self._job)
         return self.current()
+
+    def discard(self) -> None:
+        """Do not store it when its stream ends, which goes on."""
+        self._is_kept = False
+        self._leave()
 
     def _finished(self) -> Response:
         if self.finish_reason == "length":
@@ -168,9 +175,15 @@ class ResponsesFormat(BlockFormat):
         )
 
     def _stored(self, response: Response) -> Response:
-        if self._asked.is_stored:
-            self._store.put(response, self._asked.items)
+        if self._is_kept:
+            self._store.put(response, self._asked.items, self._asked.owner)
+        self._leave()
         return response
+
+    def _leave(self) -> None:
+        """It is no longer found as a stream that runs."""
+        assert self._job is not None
+        self._store.live.pop((self._asked.owner, self._job.spec.id), None)
 
     # ---- events
 
@@ -181,7 +194,7 @@ class ResponsesFormat(BlockFormat):
     def begin(self, job: Job) -> bytes:
         self._job = job
         if self._asked.is_stored:
-            self._store.live[job.spec.id] = self
+            self._store.live[self._asked.owner, job.spec.id] = self
         response = self.current()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response

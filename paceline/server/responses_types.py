@@ -99,8 +99,8 @@ class NamespaceTool(msgspec.Struct, kw_only=True, tag="namespace"):
 
 
 class WebSearchTool(msgspec.Struct, kw_only=True, tag="web_search"):
-    """Accepted because agents offer it in every request. Paceline has no search, so the model is
-    not told of it and never calls it."""
+    """Accepted because codex offers it in every request. Paceline has no search, so the model is
+    not told of it, the reply does not list it, and the log says so once."""
 
     external_web_access: bool | UnsetType | None = UNSET
     search_context_size: Text = UNSET
