@@ -20,6 +20,7 @@ from paceline.server.responses_types import (
     Item,
     ItemList,
     ResponsesRequest,
+    Tool,
     WebSearchTool,
 )
 from paceline.server.service import Client, Service
@@ -76,7 +77,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
 
     def _drop_search(self, body: ResponsesRequest) -> None:
         """The reply lists the tools that the model was offered. The first loss is logged."""
-        offered = [tool for tool in body.tools or () if not isinstance(tool, WebSearchTool)]
+        offered: list[Tool] = [t for t in body.tools or () if not isinstance(t, WebSearchTool)]
         if len(offered) < len(body.tools or ()) and not self._has_warned:
             self._has_warned = True
             logger.warning(
