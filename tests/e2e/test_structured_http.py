@@ -19,7 +19,7 @@ from paceline import LLM, InvalidGrammar, SamplingParams, StructuredOutputsParam
 from paceline.checkpoint.default_model import fetch_default_model
 from paceline.errors import CheckpointError
 from tests.e2e.serving import ServerProcess, Streamed, save_served, served, started
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 PERSON = {
     "type": "object",
@@ -98,6 +98,17 @@ def test_streams_give_the_same_text_as_whole_replies(server: ServerProcess) -> N
     for event in server.stream("/v1/completions", fields):
         streamed.take(event)
     assert [streamed.text] == texts(complete(server, **fields))
+
+
+def test_forced_tokens_are_in_the_usage_and_in_the_metrics(server: ServerProcess) -> None:
+    before = server.gauge("forced_tokens_total")
+    choice = {"structured_outputs": {"choice": ["a long answer that leaves no choice"]}}
+    used = complete(server, **choice)["usage"]
+    num_forced = used["completion_tokens_details"]["forced_tokens"]
+    assert 0 < num_forced <= used["completion_tokens"]
+    wait_for(lambda: server.gauge("forced_tokens_total") == before + num_forced)
+    plain = complete(server, max_tokens=4)["usage"]["completion_tokens_details"]
+    assert "forced_tokens" not in plain
 
 
 def test_sampling_fields_keep_their_meaning_under_a_grammar(server: ServerProcess) -> None:

@@ -415,6 +415,18 @@ def test_the_same_grammar_is_compiled_once(
     assert len(texts) == 4
 
 
+def test_the_kept_grammars_are_bounded_in_bytes(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT_BYTES", 100)
+    grammars = grammars_of(tokenizer)
+    for letter in "abcd":
+        grammars.constraint(params(choice=[letter * 30]))
+        assert 30 < grammars._num_bytes <= 100
+    grammars.constraint(params(choice=["e" * 200]))  # served, and not kept
+    assert (len(grammars._kept), grammars._num_bytes) == (0, 0)
+
+
 def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
     monkeypatch.setattr(grammars_module, "grammar_text", lambda *_: go.wait(60) and 'start: "a"')
