@@ -43,6 +43,34 @@ class Translated:
     spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # see responses_input
 
 
+def chat_tool(name: str, **fields: Any) -> dict[str, Any]:
+    """A tool of a chat request."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    """The tool choice of a chat request that names a function."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def json_format(name: str, schema: Any, strict: bool | None) -> dict[str, Any]:
+    """The response_format of a chat request for a JSON schema."""
+    given = {} if strict is None else {"strict": strict}
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, **given}}
+
+
+def names_of_options(raw: dict[str, Any], *, form: str, effort: str) -> dict[str, str]:
+    """Fields of a chat request that the client calls otherwise -> its names of them."""
+    return {
+        "response_format.json_schema": form,
+        "response_format": form,
+        "structured_outputs": form if "response_format" in raw else "tools",
+        "reasoning_effort": effort,
+        "tool_choice.function": "tool_choice",
+    }
+
+
 class TranslatedEndpoint(GenerationEndpoint[Body]):
     """A route whose requests are translated to chat requests."""
 

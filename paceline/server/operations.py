@@ -9,35 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.server.messages_types import (
-    CountTokensReply,
-    CountTokensRequest,
-    MessageReply,
-    MessagesRequest,
-)
-from paceline.server.replies import (
-    ChatReply,
-    ModelCard,
-    ModelList,
-    Text,
-    TextReply,
-    TokenizerInfo,
-    Tokens,
-)
-from paceline.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenize,
-    TokenizeChat,
-    TokenizeText,
-)
-from paceline.server.responses_types import (
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    Response,
-    ResponsesRequest,
-)
+from paceline.server import messages_types, replies, requests, responses_types
 
 
 @dataclass(frozen=True)
@@ -80,8 +52,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/chat/completions",
         "messages in, an answer out",
-        ChatRequest,
-        ChatReply,
+        requests.ChatRequest,
+        replies.ChatReply,
         streams=True,
     ),
     Operation(
@@ -89,8 +61,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/completions",
         "text or token ids in, text out",
-        CompletionRequest,
-        TextReply,
+        requests.CompletionRequest,
+        replies.TextReply,
         streams=True,
     ),
     Operation(
@@ -98,8 +70,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/responses",
         "OpenAI's Responses: items in, items out",
-        ResponsesRequest,
-        Response,
+        responses_types.ResponsesRequest,
+        responses_types.Response,
         streams=True,
     ),
     Operation(
@@ -107,36 +79,36 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/responses/input_tokens",
         "tokens that the input of a response has",
-        ResponsesRequest,
-        InputTokens,
+        responses_types.ResponsesRequest,
+        responses_types.InputTokens,
     ),
     Operation(
         "retrieve",
         "GET",
         "/v1/responses/{id}",
         "a stored response, or one that is being streamed",
-        reply=Response,
+        reply=responses_types.Response,
     ),
     Operation(
         "delete",
         "DELETE",
         "/v1/responses/{id}",
         "forget a stored response",
-        reply=DeletedResponse,
+        reply=responses_types.DeletedResponse,
     ),
     Operation(
         "cancel",
         "POST",
         "/v1/responses/{id}/cancel",
         "end a response that is being streamed",
-        reply=Response,
+        reply=responses_types.Response,
     ),
     Operation(
         "input_items",
         "GET",
         "/v1/responses/{id}/input_items",
         "what the model was given for a stored response",
-        reply=ItemList,
+        reply=responses_types.ItemList,
         query=_PAGES,
     ),
     Operation(
@@ -144,8 +116,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/messages",
         "Anthropic's Messages: blocks in, blocks out",
-        MessagesRequest,
-        MessageReply,
+        messages_types.MessagesRequest,
+        messages_types.MessageReply,
         streams=True,
     ),
     Operation(
@@ -153,28 +125,34 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/v1/messages/count_tokens",
         "tokens that a message's prompt has",
-        CountTokensRequest,
-        CountTokensReply,
+        messages_types.CountTokensRequest,
+        messages_types.CountTokensReply,
     ),
     Operation(
-        "models", "GET", "/v1/models", "what is served, and its `max_model_len`", reply=ModelList
+        "models",
+        "GET",
+        "/v1/models",
+        "what is served, and its `max_model_len`",
+        reply=replies.ModelList,
     ),
-    Operation("model", "GET", "/v1/models/{id:path}", "one of them", reply=ModelCard),
+    Operation("model", "GET", "/v1/models/{id:path}", "one of them", reply=replies.ModelCard),
     Operation(
         "tokenize",
         "POST",
         "/tokenize",
         "text or messages to token ids",
-        (TokenizeText, TokenizeChat),
-        Tokens,
+        (requests.TokenizeText, requests.TokenizeChat),
+        replies.Tokens,
     ),
-    Operation("detokenize", "POST", "/detokenize", "token ids to text", Detokenize, Text),
+    Operation(
+        "detokenize", "POST", "/detokenize", "token ids to text", requests.Detokenize, replies.Text
+    ),
     Operation(
         "tokenizer_info",
         "GET",
         "/tokenizer_info",
         "special tokens, sizes and the chat template",
-        reply=TokenizerInfo,
+        reply=replies.TokenizerInfo,
     ),
     Operation(
         "drain",

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response as HttpResponse
 
 from paceline.errors import InvalidRequest, NotFound, shown
+from paceline.server import responses_types as wire
 from paceline.server.as_chat import Translated, TranslatedEndpoint
 from paceline.server.generate import CheckedRequest, json_response, owner_of
 from paceline.server.response_store import LiveResponse, StoredResponse
 from paceline.server.responses_format import Asked, ResponsesFormat
 from paceline.server.responses_input import own_items, translate
-from paceline.server.responses_types import (
-    DeletedResponse,
-    InputTokens,
-    Item,
-    ItemList,
-    ResponsesRequest,
-    Tool,
-    WebSearchTool,
-)
 from paceline.server.service import Client, Service
 
 if TYPE_CHECKING:
@@ -33,8 +25,8 @@ logger = logging.getLogger(__name__)
 _MOST_LISTED = 100
 
 
-class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
-    body_type = ResponsesRequest
+class ResponsesEndpoint(TranslatedEndpoint[wire.ResponsesRequest]):
+    body_type = wire.ResponsesRequest
     id_prefix = "resp_"
 
     def __init__(self, service: Service) -> None:
@@ -42,7 +34,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         self._has_warned = False
 
     async def check(
-        self, client: Client, body: ResponsesRequest, size: int, owner: bytes
+        self, client: Client, body: wire.ResponsesRequest, size: int, owner: bytes
     ) -> CheckedRequest:
         service = self._service
         if body.store and not service.responses.stores:
@@ -52,7 +44,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
             )
         previous = self._previous(body.previous_response_id, owner)
         size += 0 if previous is None else len(previous.items)
-        items: list[Item] = []
+        items: list[wire.Item] = []
 
         def work() -> Translated:
             history = [] if previous is None else previous.all_items()
@@ -75,9 +67,11 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         reply_format = ResponsesFormat(service, asked, checked.make_parser)
         return replace(checked, reply_format=reply_format)
 
-    def _drop_search(self, body: ResponsesRequest) -> None:
+    def _drop_search(self, body: wire.ResponsesRequest) -> None:
         """The reply lists the tools that the model was offered. The first loss is logged."""
-        offered: list[Tool] = [t for t in body.tools or () if not isinstance(t, WebSearchTool)]
+        offered: list[wire.Tool] = [
+            t for t in body.tools or () if not isinstance(t, wire.WebSearchTool)
+        ]
         if len(offered) < len(body.tools or ()) and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -88,9 +82,11 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the input of a request would have."""
-        return json_response(InputTokens(input_tokens=await self.count(request, ResponsesRequest)))
+        return json_response(
+            wire.InputTokens(input_tokens=await self.count(request, wire.ResponsesRequest))
+        )
 
-    def _is_stored(self, body: ResponsesRequest) -> bool:
+    def _is_stored(self, body: wire.ResponsesRequest) -> bool:
         return body.store is not False and self._service.responses.stores
 
     def _previous(self, response_id: str | None, owner: bytes) -> StoredResponse | None:
@@ -124,7 +120,7 @@ class StoredResponseEndpoints:
         else:
             self._stored(request)
             self._store.remove(request.path_params["id"], owner_of(request))
-        return json_response(DeletedResponse(id=request.path_params["id"]))
+        return json_response(wire.DeletedResponse(id=request.path_params["id"]))
 
     async def cancel(self, request: Request) -> HttpResponse:
         """Ends a response that is being streamed. One that has ended stays as it is."""
@@ -152,7 +148,9 @@ class StoredResponseEndpoints:
         ids: list[str | None] = [str(item.id) for item in page]
         ids = ids or [None]
         return json_response(
-            ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page))
+            wire.ItemList(
+                data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page)
+            )
         )
 
     def _live(self, request: Request) -> LiveResponse | None:
