@@ -42,36 +42,33 @@ class SummaryText(msgspec.Struct, kw_only=True, tag="summary_text"):
 ContentPart = InputText | OutputText | RefusalPart
 
 
-class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
+class _Item(msgspec.Struct, kw_only=True):
     id: Text = UNSET
+    status: Status | UnsetType | None = UNSET
+
+
+class MessageItem(_Item, kw_only=True, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentPart]
-    status: Status | UnsetType | None = UNSET
     phase: Text = UNSET  # of an assistant's message; codex sends it back
 
 
-class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
-    id: Text = UNSET
+class FunctionCallItem(_Item, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     namespace: Text = UNSET
     arguments: str
-    status: Status | UnsetType | None = UNSET
 
 
-class FunctionOutputItem(msgspec.Struct, kw_only=True, tag="function_call_output"):
-    id: Text = UNSET
+class FunctionOutputItem(_Item, kw_only=True, tag="function_call_output"):
     call_id: str
     output: str | list[InputText]
-    status: Status | UnsetType | None = UNSET
 
 
-class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    id: Text = UNSET
+class ReasoningItem(_Item, kw_only=True, tag="reasoning"):
     summary: list[SummaryText] = []
     content: list[ReasoningText] | UnsetType | None = UNSET
     encrypted_content: Text = UNSET
-    status: Status | UnsetType | None = UNSET
 
 
 class ItemReference(msgspec.Struct, kw_only=True, tag="item_reference"):
