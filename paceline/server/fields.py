@@ -22,7 +22,6 @@ from paceline.server.requests import (
     CompletionRequest,
     GenerationBody,
     Role,
-    StreamOptions,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -178,9 +177,7 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
     known = kind.__struct_fields__
     without_effect, not_built = _other_names(kind)
     for name, value in raw.items():
-        if name in known:
-            continue
-        if name in without_effect:
+        if name in known or name in without_effect:
             continue
         if name in not_built:
             _refuse_unless_neutral(name, value, raw, not_built[name])
@@ -189,10 +186,6 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
         if advice is not None:
             raise InvalidRequest(f"Unknown field {name!r}. {advice}", param=name)
         raise _unknown(name, known)
-    options = raw.get("stream_options")
-    for name in options if isinstance(options, dict) else ():
-        if name not in StreamOptions.__struct_fields__:
-            raise _unknown(name, StreamOptions.__struct_fields__, "stream_options.")
 
 
 def _other_names(
