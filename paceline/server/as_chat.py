@@ -62,10 +62,11 @@ def json_format(name: str, schema: Any, strict: bool | None) -> dict[str, Any]:
 
 def names_of_options(raw: dict[str, Any], *, form: str, effort: str) -> dict[str, str]:
     """Fields of a chat request that the client calls otherwise -> its names of them."""
+    grammar = form if "response_format" in raw else "tools"
     return {
         "response_format.json_schema": form,
         "response_format": form,
-        "structured_outputs": form if "response_format" in raw else "tools",
+        "structured_outputs": "structured_outputs" if "structured_outputs" in raw else grammar,
         "reasoning_effort": effort,
         "tool_choice.function": "tool_choice",
     }

@@ -55,7 +55,13 @@ _GUIDED: Mapping[str, str] = {
         "structured_outputs.disable_additional_properties"
     ),
 }
-# Fields of OpenAI, then of vLLM and Ollama, that are not supported -> their neutral values besides
+# Fields of other servers that are refused in every API, with what to do instead.
+_OF_OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_GUIDED, ()),
+    "request_id": (),
+    "num_ctx": (),
+}
+# Fields of OpenAI, then of vLLM, that are not supported -> their neutral values besides
 # null.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -72,9 +78,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    **dict.fromkeys(_GUIDED, ()),
-    "request_id": (),
-    "num_ctx": (),
+    **_OF_OTHER_SERVERS,
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -188,12 +192,14 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
         raise _unknown(name, known)
 
 
+@cache
 def _other_names(
     kind: type[msgspec.Struct],
 ) -> tuple[frozenset[str], Mapping[str, tuple[Any, ...]]]:
     if not issubclass(kind, GenerationBody):
         return frozenset(), {}
-    return kind.without_effect, NOT_BUILT if kind.not_built is None else kind.not_built
+    own = NOT_BUILT if kind.not_built is None else kind.not_built
+    return kind.without_effect, {**own, **_OF_OTHER_SERVERS}
 
 
 def check_echoed(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:

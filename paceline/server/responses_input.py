@@ -21,7 +21,10 @@ _ID_PREFIXES = {
     wire.FunctionOutputItem: "fco",
 }
 # Fields that mean the same in chat completions.
-_SHARED = (*SampledBody.__struct_fields__, "chat_template_kwargs", "parallel_tool_calls")
+_SHARED = (
+    *SampledBody.__struct_fields__,
+    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs"),
+)
 # What `encrypted_content` begins with. The text is only encoded: the client has it anyway.
 _SEALED = "paceline:"
 

@@ -198,7 +198,9 @@ class ResponsesRequest(SampledBody, kw_only=True):
     metadata: dict[str, str] | None = None
     include: list[Include] | None = None
     stream_options: ResponsesStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @classmethod
     def check_parts(cls, raw: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def structured_outputs(request: GenerateFields) -> StructuredOutputsParams | Non
         return wanted
     if wanted is not None:
         raise InvalidRequest(
-            "structured_outputs and response_format are both given; send one of them.",
+            "structured_outputs is given beside another format of the answer; send one of them.",
             param="structured_outputs",
         )
     if not any(value not in (None, False) for value in request.structured_outputs.values()):
