@@ -44,14 +44,9 @@ class Translated:
 
 
 def chat_tool(name: str, **fields: Any) -> dict[str, Any]:
-    """A tool of a chat request."""
+    """A tool of a chat request. Without fields: a tool choice that names it."""
     given = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": {"name": name, **given}}
-
-
-def named_choice(name: str) -> dict[str, Any]:
-    """The tool choice of a chat request that names a function."""
-    return {"type": "function", "function": {"name": name}}
 
 
 def json_format(name: str, schema: Any, strict: bool | None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _add_tools(
     elif isinstance(choice, wire.AnyChoice):
         raw["tool_choice"] = "required"
     elif isinstance(choice, wire.ToolChoice):
-        raw["tool_choice"] = as_chat.named_choice(choice.name)
+        raw["tool_choice"] = as_chat.chat_tool(choice.name)
     if getattr(choice, "disable_parallel_tool_use", None):
         raw["parallel_tool_calls"] = False
 

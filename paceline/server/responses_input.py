@@ -98,7 +98,7 @@ def _add_choices(body: wire.ResponsesRequest, raw: dict[str, Any]) -> None:
     if isinstance(choice, str):
         raw["tool_choice"] = choice
     elif choice is not None:
-        raw["tool_choice"] = as_chat.named_choice(choice.name)
+        raw["tool_choice"] = as_chat.chat_tool(choice.name)
     form = None if body.text is None else body.text.format
     if isinstance(form, wire.JsonObjectFormat):
         raw["response_format"] = {"type": "json_object"}
