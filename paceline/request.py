@@ -65,6 +65,9 @@ class StructuredOutputsParams:
     # Ours: the constraint begins after the first occurrence of these tokens in the output, for
     # models that think first. Empty: at the first token.
     after_token_ids: Sequence[int] = ()
+    # If given, `after_token_ids` holds only for an output that begins with these tokens. Any other
+    # output is constrained from its first token.
+    opening_token_ids: Sequence[int] = ()
 
     def __new__(cls, **values: Any) -> StructuredOutputsParams:
         for name in values:
@@ -93,7 +96,8 @@ class StructuredOutputsParams:
                 raise InvalidRequest(
                     "structured_outputs.choice must be a list of at least one string.", **_AT
                 )
-        object.__setattr__(self, "after_token_ids", tuple(self.after_token_ids))
+        for name in ("after_token_ids", "opening_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidRequest(
                 "structured_outputs has whitespace_pattern and disable_any_whitespace; give one.",
@@ -126,6 +130,7 @@ _STRUCTURED_TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("disable_additional_properties", bool, "true or false"),
     ("whitespace_pattern", str, "a string"),
     ("after_token_ids", (list, tuple), "a list of token ids"),
+    ("opening_token_ids", (list, tuple), "a list of token ids"),
 )
 
 

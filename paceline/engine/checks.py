@@ -132,8 +132,9 @@ class RequestChecks:
         self._check_ids("stop token id", params.stop_token_ids or (), "stop_token_ids")
         self._check_ids("logit_bias token id", params.logit_bias or (), "logit_bias")
         if params.structured_outputs is not None:
-            after = params.structured_outputs.after_token_ids
-            self._check_ids("after_token_ids token id", after, "structured_outputs")
+            for name in ("after_token_ids", "opening_token_ids"):
+                ids = getattr(params.structured_outputs, name)
+                self._check_ids(f"{name} token id", ids, "structured_outputs")
         allowed, vocab_size = params.allowed_token_ids or (), self._info.vocab_size
         if len(allowed) > vocab_size:
             raise InvalidRequest(

@@ -6,13 +6,15 @@ Needs llguidance, which the caller has imported. Runs on the engine's loop threa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.errors import RequestFailed
+from paceline.request import StructuredOutputsParams
 from paceline.scheduler.constraints import OneByOne
 from paceline.scheduler.events import TokenConstraint
 from paceline.step import Ints
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MOST_THREADS = 8
+# Row of the masks, state, its first position, drafts from there on.
+_NativeRow = tuple[int, "GrammarConstraint", int, list[int]]
 
 
 class GrammarFailed(RequestFailed):
@@ -63,29 +67,41 @@ class GrammarMasks:
         """
         others = [row for row in rows if not isinstance(row[1], GrammarConstraint)]
         errors = OneByOne().fill(others, mask_RWV)
-        native: list[tuple[int, GrammarConstraint, int, list[int]]] = []
+        native: list[_NativeRow] = []
+        begins: list[tuple[int, int, int]] = []  # (index, position, token) of markers
         for index, constraint, drafts in rows:
-            if not isinstance(constraint, GrammarConstraint):
-                continue
-            first, matched = constraint.matched(drafts)
-            mask_RWV[index, :first] = -1
-            if first <= len(drafts):
-                end = first + len(matched)
-                mask_RWV[index, end + 1 : len(drafts) + 1] = self._only_eos
-                if constraint.has_ended:
-                    mask_RWV[index, first] = self._only_eos
-                else:
-                    native.append((index, constraint, first, matched))
+            for at, state, rest in _states(constraint, drafts):
+                row_WV = mask_RWV[index, at : at + len(rest) + 1]
+                native += self._fill_known(index, at, state, rest, row_WV)
+                begins += [(index, at, token) for token in state.opening[:1]]
         if native:
             self._fill_native(native, mask_RWV)
-        for index, constraint, _, _ in native:
-            if constraint.matcher.is_error():
-                errors[index] = GrammarFailed(constraint.matcher.get_error())
+        for index, at, token in begins:
+            mask_RWV.view(np.uint32)[index, at, token // 32] |= np.uint32(1 << token % 32)
+        for index, state, _, _ in native:
+            if state.matcher.is_error():
+                errors[index] = GrammarFailed(state.matcher.get_error())
         return errors
 
-    def _fill_native(
-        self, rows: list[tuple[int, GrammarConstraint, int, list[int]]], mask_RWV: Ints
-    ) -> None:
+    def _fill_known(
+        self, index: int, at: int, state: GrammarConstraint, drafts: list[int], row_WV: Ints
+    ) -> list[_NativeRow]:
+        """Write the masks that need no call. Returns what the native call must write."""
+        first, matched = state.matched(drafts)
+        row_WV[:first] = -1
+        if first > len(drafts):
+            return []
+        row_WV[first + len(matched) + 1 :] = self._only_eos
+        if state.has_ended:
+            row_WV[first] = self._only_eos
+        elif not state.can_read:
+            row_WV[first:] = self._only_eos
+            row_WV[first] = 0
+        else:
+            return [(index, state, at + first, matched)]
+        return []
+
+    def _fill_native(self, rows: list[_NativeRow], mask_RWV: Ints) -> None:
         num_rows, width, num_words = mask_RWV.shape
         # A tokenizer may have more tokens than the model, and then its masks are longer.
         is_direct = num_words == self.tokens.num_words and mask_RWV.flags["C_CONTIGUOUS"]
@@ -106,9 +122,11 @@ class GrammarMasks:
 class GrammarConstraint:
     """The state of one output under its grammar. A TokenConstraint.
 
-    The grammar begins after the first occurrence of `after` in the output. It ends with an
-    end-of-sequence token, which is allowed exactly where the grammar may end. After that token
-    (under ignore_eos) only end-of-sequence tokens are allowed.
+    The grammar begins after the first occurrence of `after` in the output. With `opening` it does
+    so only if the output begins with these tokens, which the masks allow besides the grammar; any
+    other output is under the grammar from its first token. It ends with an end-of-sequence token,
+    which is allowed exactly where the grammar may end. After that token (under ignore_eos) only
+    end-of-sequence tokens are allowed.
 
     `emitted` is the output so far of a request that goes on.
     """
@@ -117,18 +135,22 @@ class GrammarConstraint:
         self,
         matcher: LLMatcher,
         masks: GrammarMasks,
-        after: Sequence[int] = (),
+        asked: StructuredOutputsParams,
         emitted: Iterable[int] = (),
     ) -> None:
         self.matcher = matcher
         self.has_ended = False
+        self.opening = tuple(asked.opening_token_ids)  # tokens that the marker still needs
+        self.can_read = True  # the grammar allows the part of the marker that was emitted
         self._masks = masks
         self._eos = masks.tokens.eos_token_ids
-        self._after = list(after)
-        self._seen: list[int] | None = [] if after else None  # newest tokens; None: it has begun
+        self._after = list(asked.after_token_ids)
+        # Newest tokens before `after`. None: there is nothing to wait for.
+        self._seen: list[int] | None = [] if self._after and not self.opening else None
         self.accept(list(emitted))
 
     def accept(self, tokens: list[int]) -> None:
+        tokens = tokens[self._num_opening(tokens) :]
         for token in tokens[self._num_free(tokens, keep=True) :]:
             if self.has_ended:
                 continue
@@ -145,7 +167,7 @@ class GrammarConstraint:
         return mask_RWV.reshape(shape[1:])
 
     def forced(self) -> list[int]:
-        if self._seen is not None or self.has_ended:
+        if self.opening or self._seen is not None or self.has_ended:
             return []
         matcher = self.matcher
         forced = matcher.compute_ff_tokens()
@@ -169,6 +191,24 @@ class GrammarConstraint:
         end = next((i for i, token in enumerate(drafts) if token in self._eos), len(drafts))
         return first, drafts[:end]
 
+    def _num_opening(self, tokens: list[int]) -> int:
+        """How many of the next tokens belong to the opening marker, which are remembered."""
+        for num_taken, token in enumerate(tokens):
+            if not self.opening:
+                return num_taken
+            if token != self.opening[0]:
+                if not self.can_read:
+                    raise GrammarFailed("a marker of reasoning was begun and not ended")
+                self.opening = ()
+                return num_taken
+            self.opening = self.opening[1:]
+            if not self.opening:
+                self.matcher.reset()
+                self.can_read, self._seen = True, []
+            elif self.can_read:
+                self.can_read = self.matcher.try_consume_tokens([token]) == 1
+        return len(tokens)
+
     def _num_free(self, tokens: list[int], *, keep: bool) -> int:
         """How many of the next tokens come before the grammar begins; `keep` remembers them."""
         if self._seen is None:
@@ -187,3 +227,19 @@ class GrammarConstraint:
     def _is_marker(self, tokens: list[int]) -> bool:
         """Whether the output ends with the marker after these tokens."""
         return [*(self._seen or ()), *tokens][-len(self._after) :] == self._after
+
+
+def _states(
+    constraint: TokenConstraint, drafts: list[int]
+) -> Iterator[tuple[int, GrammarConstraint, list[int]]]:
+    """(position, state there, drafts that it reads). Drafts of an opening marker part them."""
+    if not isinstance(constraint, GrammarConstraint):
+        return
+    state, at = constraint, 0
+    while at < len(drafts) and state.opening[:1] == (drafts[at],):
+        yield at, state, []
+        state = copy(state)
+        state.matcher = state.matcher.deep_copy()
+        state.accept([drafts[at]])
+        at += 1
+    yield at, state, drafts[at:]

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.config import EngineConfig
@@ -146,12 +146,11 @@ class Grammars:
         matcher = compiled.result()
         self.masks = self._compiler.masks
         assert self.masks is not None
-        return GrammarConstraint(matcher.deep_copy(), self.masks, params.after_token_ids, emitted)
+        return GrammarConstraint(matcher.deep_copy(), self.masks, params, emitted)
 
     def _compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
         """The compiled grammar with this content: a kept one, or a new one from a thread."""
-        values = {k: v for k, v in params.as_dict().items() if k != "after_token_ids"}
-        key = json.dumps(values)
+        key = json.dumps(replace(params, after_token_ids=(), opening_token_ids=()).as_dict())
         if (kept := self._kept.pop(key, None)) is not None:
             if not _may_be_tried_again(kept.compiled):
                 self._kept[key] = kept  # the newest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.server.body import read_request
 from paceline.server.chat import ChatEndpoint
 from paceline.server.fields import convert
-from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint
+from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint, owner_of
 from paceline.server.params import client_names
 from paceline.server.requests import ChatRequest
 from paceline.server.service import Client, Service
@@ -43,6 +43,30 @@ class Translated:
     spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # see responses_input
 
 
+def chat_tool(name: str, **fields: Any) -> dict[str, Any]:
+    """A tool of a chat request. Without fields: a tool choice that names it."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def json_format(name: str, schema: Any, strict: bool | None) -> dict[str, Any]:
+    """The response_format of a chat request for a JSON schema."""
+    given = {} if strict is None else {"strict": strict}
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, **given}}
+
+
+def names_of_options(raw: dict[str, Any], *, form: str, effort: str) -> dict[str, str]:
+    """Fields of a chat request that the client calls otherwise -> its names of them."""
+    grammar = form if "response_format" in raw else "tools"
+    return {
+        "response_format.json_schema": form,
+        "response_format": form,
+        "structured_outputs": "structured_outputs" if "structured_outputs" in raw else grammar,
+        "reasoning_effort": effort,
+        "tool_choice.function": "tool_choice",
+    }
+
+
 class TranslatedEndpoint(GenerationEndpoint[Body]):
     """A route whose requests are translated to chat requests."""
 
@@ -51,7 +75,7 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
         self._chat = ChatEndpoint(service)
 
     async def check_as_chat(
-        self, client: Client, size: int, translate: Callable[[], Translated]
+        self, client: Client, size: int, owner: bytes, translate: Callable[[], Translated]
     ) -> tuple[CheckedRequest, Translated]:
         """`translate` may run in a thread. `size` is that of what it translates, in bytes."""
 
@@ -62,7 +86,7 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
 
         request, translated = await self._service.off_loop(size, work)
         with client_names(translated.names):
-            checked = await self._chat.check(client, request, size)
+            checked = await self._chat.check(client, request, size, owner)
         return replace(checked, field_names=translated.names), translated
 
     async def count(self, request: Request, kind: type[Body]) -> int:
@@ -71,4 +95,5 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
         client = service.client
         async with read_request(request, service, kind) as (body, size):
             service.resolve_model(body.model)
-            return len((await self.check(client, body, size)).prompts[0].token_ids)
+            checked = await self.check(client, body, size, owner_of(request))
+            return len(checked.prompts[0].token_ids)

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec import UNSET
 
+from paceline.server import replies as wire
 from paceline.server.conversation import final_text, render
 from paceline.server.generate import CheckedRequest, GenerationEndpoint
 from paceline.server.job import ChoiceDelta, Job
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.openai_format import ChunkUsage, OpenAIFormat
 from paceline.server.params import chat_params, check_table_sizes
-from paceline.server.parsed_choices import ParsedChoices
-from paceline.server.replies import (
-    CalledFunction,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatReply,
-    ToolCall,
-    ToolCallChunk,
-    Usage,
-)
 from paceline.server.requests import ChatRequest
 from paceline.server.service import Client, Service, TokenizedPrompt
 from paceline.server.tools import (
     ToolUse,
     check_callable,
     constrained,
-    end_of_thinking,
+    grammar_start,
     parser_factory,
     read_tool_use,
 )
@@ -47,7 +35,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     body_type = ChatRequest
     id_prefix = "chatcmpl-"
 
-    async def check(self, client: Client, body: ChatRequest, size: int) -> CheckedRequest:
+    async def check(
+        self, client: Client, body: ChatRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
         service = self._service
         params = chat_params(body, client.default_sampling)
         service.check_room(params.n)
@@ -60,8 +50,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         ids = await service.off_loop(
             len(text), lambda: client.tokenizer.encode_within(text, limit, special)
         )
-        after = end_of_thinking(layout, client.tokenizer, text, is_off=_thinking_is_off(body))
-        params = constrained(params, use, layout, client.tokenizer, after)
+        begins = grammar_start(layout, client.tokenizer, text, is_off=_thinking_is_off(body))
+        params = constrained(params, use, layout, client.tokenizer, begins)
         make_parser = parser_factory(layout, use, text, client.tokenizer, streams=bool(body.stream))
         echo = final_text(body) if body.echo else ""
         reply_format = ChatFormat(service, body, echo, make_parser)
@@ -107,7 +97,7 @@ def _thinking_is_off(body: ChatRequest) -> bool:
 
 
 class ChatFormat(OpenAIFormat[ChatRequest]):
-    chunk_type = ChatChunk
+    chunk_type = wire.ChatChunk
 
     def __init__(
         self,
@@ -118,22 +108,22 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
     ) -> None:
         super().__init__(service, body, shows_logprobs=bool(body.logprobs))
         self._echo = echo  # the text of a continued message, if the reply repeats it
-        self._parsed = ParsedChoices(make_parser)
+        self._parsers: defaultdict[int, OutputParser] = defaultdict(make_parser)  # by choice
         self._shows_reasoning = body.include_reasoning is not False
 
-    def reply(self, job: Job, deltas: list[ChoiceDelta]) -> ChatReply:
+    def reply(self, job: Job, deltas: list[ChoiceDelta]) -> wire.ChatReply:
         choices = []
         for delta in deltas:
-            choice = ChatChoice(
+            choice = wire.ChatChoice(
                 index=delta.index,
-                message=self._message(self._parsed.parts(delta)),
+                message=self._message(self._parts(delta)),
                 logprobs=self._logprobs(delta),
-                finish_reason=self._parsed.finish_reason(delta),
+                finish_reason=self._finish_reason(delta),
                 stop_reason=delta.stop_reason,
             )
             self._show_tokens(choice, delta)
             choices.append(choice)
-        return ChatReply(
+        return wire.ChatReply(
             **self._head(job),
             choices=choices,
             usage=self._usage(job),
@@ -142,42 +132,58 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             prompt_token_ids=self._prompt_token_ids(job),
         )
 
-    def _message(self, parts: OutputParts) -> ChatMessage:
+    def _message(self, parts: OutputParts) -> wire.ChatMessage:
         calls = [
-            ToolCall(id=call.id, function=CalledFunction(call.name or "", call.arguments))
+            wire.ToolCall(id=call.id, function=wire.CalledFunction(call.name or "", call.arguments))
             for call in parts.whole_calls()
         ]
         content = self._echo + parts.content
         is_empty = not content and bool(calls or parts.reasoning)
         reasoning = parts.reasoning if parts.reasoning and self._shows_reasoning else UNSET
-        return ChatMessage(
+        return wire.ChatMessage(
             content=None if is_empty else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
             tool_calls=calls or UNSET,
         )
 
-    def _usage(self, job: Job) -> Usage:
-        return self._parsed.usage(job)
+    def _parts(self, delta: ChoiceDelta) -> OutputParts:
+        """The new output of a choice, sorted. Call it once for each delta."""
+        parser = self._parsers[delta.index]
+        parts = parser.feed(delta.text, delta.token_ids)
+        if delta.finish_reason is not None:
+            parts.add(parser.finish())
+        return parts
 
-    def chunks(self, job: Job, delta: ChoiceDelta, usage: ChunkUsage) -> Iterator[ChatChunk]:
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        """`tool_calls` in place of `stop` if the choice has made a call."""
+        has_calls = delta.finish_reason == "stop" and self._parsers[delta.index].has_tool_calls
+        return "tool_calls" if has_calls else delta.finish_reason
+
+    def _usage(self, job: Job) -> wire.Usage:
+        used = job.usage()
+        reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers.values())
+        used.completion_tokens_details.reasoning_tokens = reasoning
+        return used
+
+    def chunks(self, job: Job, delta: ChoiceDelta, usage: ChunkUsage) -> Iterator[wire.ChatChunk]:
         """The role, then the parts of the output, then the finish reason: each in its own chunk."""
         contents = list(self._contents(delta))
 
-        def chunk(content: ChatDelta, **fields: Any) -> ChatChunk:
-            choice = ChatChunkChoice(index=delta.index, delta=content, **fields)
-            made: ChatChunk = self._chunk(job, usage, choice)
+        def chunk(content: wire.ChatDelta, **fields: Any) -> wire.ChatChunk:
+            choice = wire.ChatChunkChoice(index=delta.index, delta=content, **fields)
+            made: wire.ChatChunk = self._chunk(job, usage, choice)
             return made
 
         if delta.index not in self._begun:
-            first = chunk(ChatDelta("assistant", ""))
+            first = chunk(wire.ChatDelta("assistant", ""))
             if not self._begun:
                 first.prompt_logprobs = self._prompt_logprobs(job)
                 first.prompt_token_ids = self._prompt_token_ids(job)
             self._begun.add(delta.index)
             yield first
             if self._echo:
-                yield chunk(ChatDelta(content=self._echo))
+                yield chunk(wire.ChatDelta(content=self._echo))
         for i, content in enumerate(contents):
             made = chunk(content)
             if i == 0:  # the tokens of all of them
@@ -186,31 +192,33 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             yield made
         if delta.finish_reason is not None:
             stop_reason = UNSET if delta.stop_reason is None else delta.stop_reason
-            reason = self._parsed.finish_reason(delta)
-            yield chunk(ChatDelta(), finish_reason=reason, stop_reason=stop_reason)
+            reason = self._finish_reason(delta)
+            yield chunk(wire.ChatDelta(), finish_reason=reason, stop_reason=stop_reason)
 
-    def _contents(self, delta: ChoiceDelta) -> Iterator[ChatDelta]:
+    def _contents(self, delta: ChoiceDelta) -> Iterator[wire.ChatDelta]:
         """What the chunks of new output hold. Tokens without text yet may need an empty one."""
-        parts = self._parsed.parts(delta)
+        parts = self._parts(delta)
         shows_tokens = self._shows_tokens and delta.token_ids
         has_reasoning = bool(parts.reasoning) and self._shows_reasoning
         if has_reasoning:
-            yield ChatDelta(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+            yield wire.ChatDelta(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
         is_due = shows_tokens and not (has_reasoning or parts.tool_calls)
         if parts.content or is_due:
-            yield ChatDelta(content=parts.content)
+            yield wire.ChatDelta(content=parts.content)
         for call in parts.tool_calls:
             if call.name is not None:
-                function = CalledFunction(call.name, "")
-                begun = ToolCallChunk(
+                function = wire.CalledFunction(call.name, "")
+                begun = wire.ToolCallChunk(
                     index=call.index, id=call.id, type="function", function=function
                 )
-                yield ChatDelta(tool_calls=[begun])
+                yield wire.ChatDelta(tool_calls=[begun])
             if call.arguments:
-                more = CalledFunction(arguments=call.arguments)
-                yield ChatDelta(tool_calls=[ToolCallChunk(index=call.index, function=more)])
+                more = wire.CalledFunction(arguments=call.arguments)
+                yield wire.ChatDelta(
+                    tool_calls=[wire.ToolCallChunk(index=call.index, function=more)]
+                )
 
-    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: ChoiceDelta) -> wire.ChatLogprobs | None:
         if not self._shows_logprobs:
             return None
         tokenizer, top = self._service.tokenizer, self._body.top_logprobs or 0

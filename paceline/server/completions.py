@@ -23,7 +23,9 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     body_type = CompletionRequest
     id_prefix = "cmpl-"
 
-    async def check(self, client: Client, body: CompletionRequest, size: int) -> CheckedRequest:
+    async def check(
+        self, client: Client, body: CompletionRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
         service = self._service
         params = completion_params(body, client.default_sampling)
         if body.logprobs is not None or body.return_token_sources:

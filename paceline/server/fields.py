@@ -22,7 +22,6 @@ from paceline.server.requests import (
     CompletionRequest,
     GenerationBody,
     Role,
-    StreamOptions,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -56,7 +55,13 @@ _GUIDED: Mapping[str, str] = {
         "structured_outputs.disable_additional_properties"
     ),
 }
-# Fields of OpenAI, then of vLLM and Ollama, that are not supported -> their neutral values besides
+# Fields of other servers that are refused in every API, with what to do instead.
+_OF_OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_GUIDED, ()),
+    "request_id": (),
+    "num_ctx": (),
+}
+# Fields of OpenAI, then of vLLM, that are not supported -> their neutral values besides
 # null.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -73,9 +78,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    **dict.fromkeys(_GUIDED, ()),
-    "request_id": (),
-    "num_ctx": (),
+    **_OF_OTHER_SERVERS,
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -178,9 +181,7 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
     known = kind.__struct_fields__
     without_effect, not_built = _other_names(kind)
     for name, value in raw.items():
-        if name in known:
-            continue
-        if name in without_effect:
+        if name in known or name in without_effect:
             continue
         if name in not_built:
             _refuse_unless_neutral(name, value, raw, not_built[name])
@@ -189,18 +190,16 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
         if advice is not None:
             raise InvalidRequest(f"Unknown field {name!r}. {advice}", param=name)
         raise _unknown(name, known)
-    options = raw.get("stream_options")
-    for name in options if isinstance(options, dict) else ():
-        if name not in StreamOptions.__struct_fields__:
-            raise _unknown(name, StreamOptions.__struct_fields__, "stream_options.")
 
 
+@cache
 def _other_names(
     kind: type[msgspec.Struct],
 ) -> tuple[frozenset[str], Mapping[str, tuple[Any, ...]]]:
     if not issubclass(kind, GenerationBody):
         return frozenset(), {}
-    return kind.without_effect, NOT_BUILT if kind.not_built is None else kind.not_built
+    own = NOT_BUILT if kind.not_built is None else kind.not_built
+    return kind.without_effect, {**own, **_OF_OTHER_SERVERS}
 
 
 def check_echoed(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -92,8 +92,11 @@ class GenerationEndpoint(ABC, Generic[Body]):
         self._service = service
 
     @abstractmethod
-    async def check(self, client: Client, body: Body, size: int) -> CheckedRequest:
-        """Check and tokenise a parsed body of `size` bytes, and release its prompt."""
+    async def check(self, client: Client, body: Body, size: int, owner: bytes) -> CheckedRequest:
+        """Check and tokenise a parsed body of `size` bytes, and release its prompt.
+
+        `owner` is whose stored responses it may use.
+        """
 
     def field_names(self, body: Body) -> Mapping[str, str]:
         """Fields of SamplingParams that have another name in this API -> that name."""
@@ -107,7 +110,7 @@ class GenerationEndpoint(ABC, Generic[Body]):
             arrival_s = time.monotonic()
             model = service.resolve_model(body.model)
             with client_names(self.field_names(body)):
-                checked = await self.check(client, body, size)
+                checked = await self.check(client, body, size, owner_of(request))
             spec = JobSpec(
                 id=f"{self.id_prefix}{uuid4().hex}",
                 model=model,
@@ -127,6 +130,12 @@ class GenerationEndpoint(ABC, Generic[Body]):
         if spec.stream:
             return EventStream(service, job, checked.reply_format)
         return await _whole_reply(request, service, job, checked.reply_format)
+
+
+def owner_of(request: Request) -> bytes:
+    """Identifies the API key of a request. See response_store."""
+    owner: bytes = request.scope["state"]["owner"]
+    return owner
 
 
 def _asked_replica(value: str | None) -> int | None:

@@ -9,23 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from paceline.server import messages_types as wire
 from paceline.server.as_chat import TranslatedEndpoint
 from paceline.server.blocks import Block, BlockFormat, BlockKind
 from paceline.server.failures import Failure
 from paceline.server.generate import CheckedRequest, json_response
 from paceline.server.job import Job
 from paceline.server.messages_input import translate
-from paceline.server.messages_types import (
-    CountTokensReply,
-    CountTokensRequest,
-    MessageReply,
-    MessagesRequest,
-    MessagesUsage,
-    OutputBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-)
 from paceline.server.replies import to_named_event
 from paceline.server.service import Client
 from paceline.text.output_parts import OutputParser
@@ -37,19 +27,23 @@ if TYPE_CHECKING:
 _SIGNATURE = "unsigned"
 
 
-class MessagesEndpoint(TranslatedEndpoint[CountTokensRequest]):
-    body_type = MessagesRequest
+class MessagesEndpoint(TranslatedEndpoint[wire.CountTokensRequest]):
+    body_type = wire.MessagesRequest
     id_prefix = "msg_"
 
-    async def check(self, client: Client, body: CountTokensRequest, size: int) -> CheckedRequest:
-        checked, _ = await self.check_as_chat(client, size, lambda: translate(body))
+    async def check(
+        self, client: Client, body: wire.CountTokensRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
+        checked, _ = await self.check_as_chat(client, size, owner, lambda: translate(body))
         shows_thinking = getattr(body.thinking, "display", None) != "omitted"
         body.messages = []  # the prompt holds them, and a stream may last for hours
         reply_format = MessagesFormat(checked.make_parser, shows_thinking=shows_thinking)
         return replace(checked, reply_format=reply_format)
 
     async def count_tokens(self, request: Request) -> Response:
-        return json_response(CountTokensReply(await self.count(request, CountTokensRequest)))
+        return json_response(
+            wire.CountTokensReply(await self.count(request, wire.CountTokensRequest))
+        )
 
 
 class MessagesFormat(BlockFormat):
@@ -57,7 +51,7 @@ class MessagesFormat(BlockFormat):
         super().__init__(make_parser)
         self._shows_thinking = shows_thinking  # else its blocks are empty, as at Anthropic
 
-    def whole(self, job: Job) -> MessageReply:
+    def whole(self, job: Job) -> wire.MessageReply:
         reply = _empty(job)
         reply.content = [
             _whole_block(block, self._shows(block) * block.text) for block in self.blocks
@@ -118,23 +112,23 @@ def _event(kind: str, **fields: Any) -> bytes:
     return to_named_event(kind, {"type": kind, **fields})
 
 
-def _empty(job: Job) -> MessageReply:
+def _empty(job: Job) -> wire.MessageReply:
     """The message before its first block."""
     spec = job.spec
-    return MessageReply(id=spec.id, model=spec.model, content=[], usage=_usage(job))
+    return wire.MessageReply(id=spec.id, model=spec.model, content=[], usage=_usage(job))
 
 
-def _usage(job: Job) -> MessagesUsage:
+def _usage(job: Job) -> wire.MessagesUsage:
     used = job.usage()
     cached = used.prompt_tokens_details.cached_tokens
-    return MessagesUsage(
+    return wire.MessagesUsage(
         input_tokens=used.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=used.completion_tokens,
     )
 
 
-def _whole_block(block: Block, text: str) -> OutputBlock:
+def _whole_block(block: Block, text: str) -> wire.OutputBlock:
     if block.kind is not BlockKind.CALL:
         return _made(block, text, {}, _SIGNATURE)
     try:
@@ -144,9 +138,11 @@ def _whole_block(block: Block, text: str) -> OutputBlock:
     return _made(block, "", arguments if isinstance(arguments, dict) else {})
 
 
-def _made(block: Block, text: str, arguments: dict[str, Any], signature: str = "") -> OutputBlock:
+def _made(
+    block: Block, text: str, arguments: dict[str, Any], signature: str = ""
+) -> wire.OutputBlock:
     if block.call is not None:
-        return ToolUseBlock(id=block.call.id, name=block.call.name or "", input=arguments)
+        return wire.ToolUseBlock(id=block.call.id, name=block.call.name or "", input=arguments)
     if block.kind is BlockKind.REASONING:
-        return ThinkingBlock(thinking=text, signature=signature)
-    return TextBlock(text=text)
+        return wire.ThinkingBlock(thinking=text, signature=signature)
+    return wire.TextBlock(text=text)

@@ -7,41 +7,24 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from paceline.errors import InvalidRequest
-from paceline.server.as_chat import Conversation, Translated
-from paceline.server.messages_types import (
-    AnyChoice,
-    Block,
-    CountTokensRequest,
-    Message,
-    MessagesRequest,
-    MessageTool,
-    NoneChoice,
-    ResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ThinkingDisabled,
-    ThinkingEnabled,
-    ToolChoice,
-    ToolReferenceBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from paceline.server import as_chat
+from paceline.server import messages_types as wire
 from paceline.server.requests import GenerateFields
 
 # Fields that mean the same in chat completions.
-_SHARED = {*MessagesRequest.__struct_fields__} & {*GenerateFields.__struct_fields__}
+_SHARED = {*wire.MessagesRequest.__struct_fields__} & {*GenerateFields.__struct_fields__}
 
 
-def translate(body: CountTokensRequest) -> Translated:
-    conversation = Conversation()
+def translate(body: wire.CountTokensRequest) -> as_chat.Translated:
+    conversation = as_chat.Conversation()
     if body.system:
         conversation.add("system", role="system", content=_text_of(body.system))
     for i, message in enumerate(body.messages):
         _add_message(conversation, message, f"messages[{i}]")
     raw: dict[str, Any] = {"messages": conversation.messages}
     kwargs = dict(body.chat_template_kwargs or {})
-    if isinstance(body.thinking, ThinkingEnabled | ThinkingDisabled):
-        kwargs.setdefault("enable_thinking", isinstance(body.thinking, ThinkingEnabled))
+    if isinstance(body.thinking, wire.ThinkingEnabled | wire.ThinkingDisabled):
+        kwargs.setdefault("enable_thinking", isinstance(body.thinking, wire.ThinkingEnabled))
     if kwargs:
         raw["chat_template_kwargs"] = kwargs
     if body.messages and body.messages[-1].role == "assistant":
@@ -50,86 +33,79 @@ def translate(body: CountTokensRequest) -> Translated:
     _add_tools(body, shown.values(), raw)
     _add_output(body, raw)
     raw |= {name: v for name in _SHARED if (v := getattr(body, name, None)) is not None}
-    if isinstance(body, MessagesRequest) and body.stop_sequences:
+    if isinstance(body, wire.MessagesRequest) and body.stop_sequences:
         raw["stop"] = body.stop_sequences
     names = conversation.names() | {
         "prompt": "messages",
         "stop": "stop_sequences",
-        "response_format.json_schema": "output_config.format",
-        "response_format": "output_config.format",
-        "structured_outputs": "output_config.format" if "response_format" in raw else "tools",
-        "reasoning_effort": "output_config.effort",
-        "tool_choice.function": "tool_choice",
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }
+    names |= as_chat.names_of_options(
+        raw, form="output_config.format", effort="output_config.effort"
+    )
     for ours, i in enumerate(shown):
         names |= {
             f"tools[{ours}].function.parameters": f"tools[{i}].input_schema",
             f"tools[{ours}].function": f"tools[{i}]",
         }
-    return Translated(raw, names)
+    return as_chat.Translated(raw, names)
 
 
-def _shown_tools(body: CountTokensRequest) -> dict[int, MessageTool]:
+def _shown_tools(body: wire.CountTokensRequest) -> dict[int, wire.MessageTool]:
     """By their place in the request: those that are not deferred, or that a result names."""
     named = {
         part.tool_name
         for message in body.messages
         for block in message.content
-        if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+        if isinstance(block, wire.ToolResultBlock) and isinstance(block.content, list)
         for part in block.content
-        if isinstance(part, ToolReferenceBlock)
+        if isinstance(part, wire.ToolReferenceBlock)
     }
     every = enumerate(body.tools or ())
     return {i: tool for i, tool in every if not tool.defer_loading or tool.name in named}
 
 
 def _add_tools(
-    body: CountTokensRequest, tools: Collection[MessageTool], raw: dict[str, Any]
+    body: wire.CountTokensRequest, tools: Collection[wire.MessageTool], raw: dict[str, Any]
 ) -> None:
     if tools:
-        raw["tools"] = [_tool(tool) for tool in tools]
+        raw["tools"] = [
+            as_chat.chat_tool(
+                t.name, parameters=t.input_schema, description=t.description, strict=t.strict
+            )
+            for t in tools
+        ]
     choice = body.tool_choice
-    if isinstance(choice, NoneChoice):
+    if isinstance(choice, wire.NoneChoice):
         raw["tool_choice"] = "none"
-    elif isinstance(choice, AnyChoice):
+    elif isinstance(choice, wire.AnyChoice):
         raw["tool_choice"] = "required"
-    elif isinstance(choice, ToolChoice):
-        raw["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, wire.ToolChoice):
+        raw["tool_choice"] = as_chat.chat_tool(choice.name)
     if getattr(choice, "disable_parallel_tool_use", None):
         raw["parallel_tool_calls"] = False
 
 
-def _tool(tool: MessageTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _add_output(body: CountTokensRequest, raw: dict[str, Any]) -> None:
+def _add_output(body: wire.CountTokensRequest, raw: dict[str, Any]) -> None:
     config = body.output_config
     if config is not None and config.effort is not None:
         raw["reasoning_effort"] = config.effort
     form = body.output_format if config is None or config.format is None else config.format
     if form is not None:
-        schema = {"name": "output", "schema": form.schema, "strict": True}
-        raw["response_format"] = {"type": "json_schema", "json_schema": schema}
+        raw["response_format"] = as_chat.json_format("output", form.schema, True)
 
 
-def _add_message(conversation: Conversation, message: Message, place: str) -> None:
+def _add_message(conversation: as_chat.Conversation, message: wire.Message, place: str) -> None:
     content = message.content
-    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+    blocks = [wire.TextBlock(text=content)] if isinstance(content, str) else content
     if message.role == "assistant":
         _add_assistant(conversation, blocks, place)
         return
-    texts: list[TextBlock] = []
+    texts: list[wire.TextBlock] = []
     for i, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
+        if isinstance(block, wire.TextBlock):
             texts.append(block)
-        elif isinstance(block, ToolResultBlock) and message.role == "user":
+        elif isinstance(block, wire.ToolResultBlock) and message.role == "user":
             _add_texts(conversation, message.role, texts, place)
             texts = []
             result = _text_of(block.content or "")
@@ -143,22 +119,24 @@ def _add_message(conversation: Conversation, message: Message, place: str) -> No
 
 
 def _add_texts(
-    conversation: Conversation, role: str, texts: Sequence[TextBlock], place: str
+    conversation: as_chat.Conversation, role: str, texts: Sequence[wire.TextBlock], place: str
 ) -> None:
     if texts:
         parts = [{"type": "text", "text": block.text} for block in texts]
         conversation.add(place, role=role, content=parts)
 
 
-def _add_assistant(conversation: Conversation, blocks: Sequence[Block], place: str) -> None:
+def _add_assistant(
+    conversation: as_chat.Conversation, blocks: Sequence[wire.Block], place: str
+) -> None:
     message = conversation.add(place, role="assistant", content=None)
     thoughts, texts, calls = [], [], []
     for i, block in enumerate(blocks):
-        if isinstance(block, ThinkingBlock):
+        if isinstance(block, wire.ThinkingBlock):
             thoughts.append(block.thinking)
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, wire.TextBlock):
             texts.append(block.text)
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, wire.ToolUseBlock):
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
@@ -172,17 +150,19 @@ def _add_assistant(conversation: Conversation, blocks: Sequence[Block], place: s
         message["content"] = "".join(texts)
 
 
-def _text_of(content: str | Sequence[ResultBlock]) -> str:
+def _text_of(content: str | Sequence[wire.ResultBlock]) -> str:
     if isinstance(content, str):
         return content
     texts = (
-        block.text if isinstance(block, TextBlock) else f"The tool {block.tool_name} can be called."
+        block.text
+        if isinstance(block, wire.TextBlock)
+        else f"The tool {block.tool_name} can be called."
         for block in content
     )
     return "\n\n".join(texts)
 
 
-def _misplaced(block: Block, role: str, place: str) -> InvalidRequest:
+def _misplaced(block: wire.Block, role: str, place: str) -> InvalidRequest:
     kind = block.__struct_config__.tag
     return InvalidRequest(
         f"{place}: a block of type {kind!r} cannot be in a message of role {role!r}.", param=place

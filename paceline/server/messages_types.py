@@ -173,6 +173,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     seed: Int | None = None
     priority: Int | None = None
     num_speculative_tokens: Int | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 def _check_context(value: Any) -> None:

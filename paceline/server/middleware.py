@@ -22,6 +22,7 @@ from paceline.server.failures import CLIENT_CLOSED_REQUEST, Failure, HttpFailure
 from paceline.server.operations import OPERATIONS, PAGE_PATHS, is_not_built
 from paceline.server.options import ServerOptions
 from paceline.server.origin_policy import OriginPolicy
+from paceline.server.response_store import NO_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,6 +69,7 @@ class RequestMiddleware:
         try:
             self._origin_policy.check(scope)
             account = self._account(scope)
+            state["owner"] = NO_KEY if account is None else account.digest
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             failure = state["failure"] = failure_of(error)

@@ -8,33 +8,23 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from paceline.server import replies as wire
 from paceline.server.failures import Failure
 from paceline.server.job import ChoiceDelta, Job
 from paceline.server.logprobs import prompt_logprobs
-from paceline.server.replies import (
-    DONE_EVENT,
-    PING_EVENT,
-    ChatChunk,
-    PromptLogprobs,
-    ReplyMetrics,
-    TextReply,
-    TokenOrigin,
-    Usage,
-    to_event,
-)
 from paceline.server.requests import GenerateFields
 from paceline.server.service import Service
 from paceline.server.spec_metrics import spec_decode_metrics
 
 Body = TypeVar("Body", bound=GenerateFields)
 # Continuous usage, null until the last chunk, or no such field: as stream_options asks.
-ChunkUsage = Usage | UnsetType | None
+ChunkUsage = wire.Usage | UnsetType | None
 
 
 class OpenAIFormat(ABC, Generic[Body]):
     """A ReplyFormat: ids, usage, prompt fields, errors and the end of a stream."""
 
-    chunk_type: type[ChatChunk] | type[TextReply]
+    chunk_type: type[wire.ChatChunk] | type[wire.TextReply]
 
     def __init__(self, service: Service, body: Body, *, shows_logprobs: bool) -> None:
         self._service = service
@@ -53,32 +43,34 @@ class OpenAIFormat(ABC, Generic[Body]):
         usage: ChunkUsage = UNSET
         if self._include_usage:
             usage = self._usage(job) if self._continuous_usage else None
-        return map(to_event, self.chunks(job, delta, usage))
+        return map(wire.to_event, self.chunks(job, delta, usage))
 
     def ping_events(self, job: Job) -> bytes:
-        return PING_EVENT
+        return wire.PING_EVENT
 
     def last_events(self, job: Job) -> bytes:
         if not self._include_usage:
-            return DONE_EVENT
+            return wire.DONE_EVENT
         last = self._chunk(job, self._usage(job))
         last.metrics = self._metrics(job)
-        return to_event(last) + DONE_EVENT
+        return wire.to_event(last) + wire.DONE_EVENT
 
     def error_events(self, failure: Failure) -> bytes:
-        return to_event(failure.reply) + DONE_EVENT
+        return wire.to_event(failure.reply) + wire.DONE_EVENT
 
-    def _usage(self, job: Job) -> Usage:
+    def _usage(self, job: Job) -> wire.Usage:
         return job.usage()
 
-    def _metrics(self, job: Job) -> ReplyMetrics | UnsetType:
+    def _metrics(self, job: Job) -> wire.ReplyMetrics | UnsetType:
         """How the drafts did, if the server shows it. Only for one sequence."""
         steps = job.generations[0].metrics.spec_steps
         info = self._service.info
         if steps is None or info is None or not (info.max_k or steps):
             return UNSET
         level = self._service.options.per_request_spec_decode_metrics
-        return ReplyMetrics(spec_decode_metrics(steps, info.max_k, detailed=level == "detailed"))
+        return wire.ReplyMetrics(
+            spec_decode_metrics(steps, info.max_k, detailed=level == "detailed")
+        )
 
     def _chunk(self, job: Job, usage: ChunkUsage, *choices: Any) -> Any:
         return self.chunk_type(**self._head(job), choices=list(choices), usage=usage)
@@ -108,13 +100,13 @@ class OpenAIFormat(ABC, Generic[Body]):
         if self._body.return_token_sources:
             text_of = self._service.tokenizer.token_text
             tokens = zip(delta.token_ids, delta.sources, strict=True)
-            choice.token_sources = [TokenOrigin(text_of(t), source) for t, source in tokens]
+            choice.token_sources = [wire.TokenOrigin(text_of(t), source) for t, source in tokens]
 
     def _prompt_token_ids(self, job: Job, prompt_idx: int = 0) -> list[int] | UnsetType:
         if not self._body.return_token_ids:
             return UNSET
         return job.generations[prompt_idx].prompt_token_ids
 
-    def _prompt_logprobs(self, job: Job, prompt_idx: int = 0) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, job: Job, prompt_idx: int = 0) -> wire.PromptLogprobs | UnsetType:
         top, tables = self._body.prompt_logprobs, job.prompt_logprobs[prompt_idx]
         return UNSET if top is None or tables is None else prompt_logprobs(tables, top)

@@ -9,35 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.server.messages_types import (
-    CountTokensReply,
-    CountTokensRequest,
-    MessageReply,
-    MessagesRequest,
-)
-from paceline.server.replies import (
-    ChatReply,
-    ModelCard,
-    ModelList,
-    Text,
-    TextReply,
-    TokenizerInfo,
-    Tokens,
-)
-from paceline.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenize,
-    TokenizeChat,
-    TokenizeText,
-)
-from paceline.server.responses_types import (
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    Response,
-    ResponsesRequest,
-)
+from paceline.server import messages_types, replies, requests, responses_types
 
 
 @dataclass(frozen=True)
@@ -46,8 +18,7 @@ class Operation:
     None: the reply is text, as `media_type` says."""
 
     name: str  # of the handler
-    method: str
-    path: str  # as Starlette writes it
+    route: str  # method and path, as Starlette writes it
     summary: str
     body: Any = None
     reply: Any = None
@@ -55,6 +26,14 @@ class Operation:
     media_type: str = "text/plain"
     query: Mapping[str, str] = field(default_factory=dict)  # name -> what it does
     is_of_page: bool = False  # not served with --no-page
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
 
     @property
     def bodies(self) -> tuple[Any, ...]:
@@ -77,145 +56,133 @@ _PAGES = {
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "chat",
-        "POST",
-        "/v1/chat/completions",
+        "POST /v1/chat/completions",
         "messages in, an answer out",
-        ChatRequest,
-        ChatReply,
+        requests.ChatRequest,
+        replies.ChatReply,
         streams=True,
     ),
     Operation(
         "completions",
-        "POST",
-        "/v1/completions",
+        "POST /v1/completions",
         "text or token ids in, text out",
-        CompletionRequest,
-        TextReply,
+        requests.CompletionRequest,
+        replies.TextReply,
         streams=True,
     ),
     Operation(
         "responses",
-        "POST",
-        "/v1/responses",
+        "POST /v1/responses",
         "OpenAI's Responses: items in, items out",
-        ResponsesRequest,
-        Response,
+        responses_types.ResponsesRequest,
+        responses_types.Response,
         streams=True,
     ),
     Operation(
         "input_tokens",
-        "POST",
-        "/v1/responses/input_tokens",
+        "POST /v1/responses/input_tokens",
         "tokens that the input of a response has",
-        ResponsesRequest,
-        InputTokens,
+        responses_types.ResponsesRequest,
+        responses_types.InputTokens,
     ),
     Operation(
         "retrieve",
-        "GET",
-        "/v1/responses/{id}",
+        "GET /v1/responses/{id}",
         "a stored response, or one that is being streamed",
-        reply=Response,
+        reply=responses_types.Response,
     ),
     Operation(
         "delete",
-        "DELETE",
-        "/v1/responses/{id}",
+        "DELETE /v1/responses/{id}",
         "forget a stored response",
-        reply=DeletedResponse,
+        reply=responses_types.DeletedResponse,
     ),
     Operation(
         "cancel",
-        "POST",
-        "/v1/responses/{id}/cancel",
+        "POST /v1/responses/{id}/cancel",
         "end a response that is being streamed",
-        reply=Response,
+        reply=responses_types.Response,
     ),
     Operation(
         "input_items",
-        "GET",
-        "/v1/responses/{id}/input_items",
+        "GET /v1/responses/{id}/input_items",
         "what the model was given for a stored response",
-        reply=ItemList,
+        reply=responses_types.ItemList,
         query=_PAGES,
     ),
     Operation(
         "messages",
-        "POST",
-        "/v1/messages",
+        "POST /v1/messages",
         "Anthropic's Messages: blocks in, blocks out",
-        MessagesRequest,
-        MessageReply,
+        messages_types.MessagesRequest,
+        messages_types.MessageReply,
         streams=True,
     ),
     Operation(
         "count_tokens",
-        "POST",
-        "/v1/messages/count_tokens",
+        "POST /v1/messages/count_tokens",
         "tokens that a message's prompt has",
-        CountTokensRequest,
-        CountTokensReply,
+        messages_types.CountTokensRequest,
+        messages_types.CountTokensReply,
     ),
     Operation(
-        "models", "GET", "/v1/models", "what is served, and its `max_model_len`", reply=ModelList
+        "models",
+        "GET /v1/models",
+        "what is served, and its `max_model_len`",
+        reply=replies.ModelList,
     ),
-    Operation("model", "GET", "/v1/models/{id:path}", "one of them", reply=ModelCard),
+    Operation("model", "GET /v1/models/{id:path}", "one of them", reply=replies.ModelCard),
     Operation(
         "tokenize",
-        "POST",
-        "/tokenize",
+        "POST /tokenize",
         "text or messages to token ids",
-        (TokenizeText, TokenizeChat),
-        Tokens,
+        (requests.TokenizeText, requests.TokenizeChat),
+        replies.Tokens,
     ),
-    Operation("detokenize", "POST", "/detokenize", "token ids to text", Detokenize, Text),
+    Operation(
+        "detokenize", "POST /detokenize", "token ids to text", requests.Detokenize, replies.Text
+    ),
     Operation(
         "tokenizer_info",
-        "GET",
-        "/tokenizer_info",
+        "GET /tokenizer_info",
         "special tokens, sizes and the chat template",
-        reply=TokenizerInfo,
+        reply=replies.TokenizerInfo,
     ),
     Operation(
         "drain",
-        "POST",
-        "/admin/drain",
+        "POST /admin/drain",
         "restart a rank; answers when it serves again",
         reply=dict[str, Any],
         query={"rank": "the number of the rank"},
     ),
     Operation(
         "health",
-        "GET",
-        "/health",
+        "GET /health",
         "200 while the engine is alive, loads or restarts; 503 when it has ended",
         reply=_STATUS,
     ),
-    Operation("ready", "GET", "/readyz", "200 when requests are served, else 503", reply=_STATUS),
-    Operation("metrics", "GET", "/metrics", "for Prometheus"),
-    Operation("version", "GET", "/version", "of Paceline", reply=_STATUS),
-    Operation("openapi", "GET", "/openapi.json", "this list with all types", reply=dict[str, Any]),
-    Operation("docs", "GET", "/docs", "the same to read", media_type="text/html"),
+    Operation("ready", "GET /readyz", "200 when requests are served, else 503", reply=_STATUS),
+    Operation("metrics", "GET /metrics", "for Prometheus"),
+    Operation("version", "GET /version", "of Paceline", reply=_STATUS),
+    Operation("openapi", "GET /openapi.json", "this list with all types", reply=dict[str, Any]),
+    Operation("docs", "GET /docs", "the same to read", media_type="text/html"),
     Operation(
         "root",
-        "GET",
-        "/",
+        "GET /",
         "model, routes and a command to try; browsers get the page",
         reply=dict[str, Any],
     ),
-    Operation("file", "GET", "/page/{name}", "files of the page", is_of_page=True),
+    Operation("file", "GET /page/{name}", "files of the page", is_of_page=True),
     Operation(
         "live",
-        "GET",
-        "/v1/live",
+        "GET /v1/live",
         "load, latencies and the stages of the last steps, as server-sent events",
         media_type="text/event-stream",
         is_of_page=True,
     ),
     Operation(
         "trace",
-        "GET",
-        "/v1/live/trace",
+        "GET /v1/live/trace",
         "the newest steps that /v1/live has shown, as a trace for ui.perfetto.dev",
         reply=dict[str, Any],
         is_of_page=True,

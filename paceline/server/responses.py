@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response as HttpResponse
 
 from paceline.errors import InvalidRequest, NotFound, shown
+from paceline.server import responses_types as wire
 from paceline.server.as_chat import Translated, TranslatedEndpoint
-from paceline.server.generate import CheckedRequest, json_response
-from paceline.server.response_store import StoredResponse
+from paceline.server.generate import CheckedRequest, json_response, owner_of
+from paceline.server.response_store import LiveResponse, StoredResponse
 from paceline.server.responses_format import Asked, ResponsesFormat
 from paceline.server.responses_input import own_items, translate
-from paceline.server.responses_types import (
-    DeletedResponse,
-    InputTokens,
-    Item,
-    ItemList,
-    ResponsesRequest,
-)
 from paceline.server.service import Client, Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+logger = logging.getLogger(__name__)
+
 _MOST_LISTED = 100
 
 
-class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
-    body_type = ResponsesRequest
+class ResponsesEndpoint(TranslatedEndpoint[wire.ResponsesRequest]):
+    body_type = wire.ResponsesRequest
     id_prefix = "resp_"
 
-    async def check(self, client: Client, body: ResponsesRequest, size: int) -> CheckedRequest:
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._has_warned = False
+
+    async def check(
+        self, client: Client, body: wire.ResponsesRequest, size: int, owner: bytes
+    ) -> CheckedRequest:
         service = self._service
         if body.store and not service.responses.stores:
             raise InvalidRequest(
                 "This server stores no responses (--max-stored-responses 0); send store: false.",
                 param="store",
             )
-        previous = self._previous(body.previous_response_id)
+        previous = self._previous(body.previous_response_id, owner)
         size += 0 if previous is None else len(previous.items)
-        items: list[Item] = []
+        items: list[wire.Item] = []
 
         def work() -> Translated:
             history = [] if previous is None else previous.all_items()
-            own = own_items(body, service.responses.finder())
+            own = own_items(body, service.responses.finder(owner))
             items.extend([*history, *own])
             return translate(body, history, own)
 
-        checked, translated = await self.check_as_chat(client, size, work)
+        checked, translated = await self.check_as_chat(client, size, owner, work)
+        self._drop_search(body)
         asked = Asked(
             body=body,
             items=items if self._is_stored(body) else (),
             spaced=translated.spaced,
             is_stored=self._is_stored(body),
+            owner=owner,
             temperature=checked.params.temperature,
             top_p=checked.params.top_p,
         )
@@ -62,17 +67,32 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         reply_format = ResponsesFormat(service, asked, checked.make_parser)
         return replace(checked, reply_format=reply_format)
 
+    def _drop_search(self, body: wire.ResponsesRequest) -> None:
+        """The reply lists the tools that the model was offered. The first loss is logged."""
+        offered: list[wire.Tool] = [
+            t for t in body.tools or () if not isinstance(t, wire.WebSearchTool)
+        ]
+        if len(offered) < len(body.tools or ()) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a client offers the tool web_search; Paceline has no search, so the model is not "
+                "told of it (docs/howto/clients.md). This is logged once."
+            )
+        body.tools = offered
+
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the input of a request would have."""
-        return json_response(InputTokens(input_tokens=await self.count(request, ResponsesRequest)))
+        return json_response(
+            wire.InputTokens(input_tokens=await self.count(request, wire.ResponsesRequest))
+        )
 
-    def _is_stored(self, body: ResponsesRequest) -> bool:
+    def _is_stored(self, body: wire.ResponsesRequest) -> bool:
         return body.store is not False and self._service.responses.stores
 
-    def _previous(self, response_id: str | None) -> StoredResponse | None:
+    def _previous(self, response_id: str | None, owner: bytes) -> StoredResponse | None:
         if response_id is None:
             return None
-        found = self._service.responses.get(response_id)
+        found = self._service.responses.get(response_id, owner)
         if found is None:
             raise _no_response(response_id, "previous_response_id")
         return found
@@ -89,23 +109,24 @@ class StoredResponseEndpoints:
             raise InvalidRequest(
                 "stream: a stored response cannot be streamed again; leave it out.", param="stream"
             )
-        response_id = request.path_params["id"]
-        if (live := self._store.live.get(response_id)) is not None:
+        if (live := self._live(request)) is not None:
             return json_response(live.current())
-        return _json(self._stored(response_id).reply)
+        return _json(self._stored(request).reply)
 
     async def delete(self, request: Request) -> HttpResponse:
-        response_id = request.path_params["id"]
-        if not self._store.remove(response_id):
-            raise _no_response(response_id, "id")
-        return json_response(DeletedResponse(id=response_id))
+        """A response that is being streamed will not be stored; its stream goes on."""
+        if (live := self._live(request)) is not None:
+            live.discard()
+        else:
+            self._stored(request)
+            self._store.remove(request.path_params["id"], owner_of(request))
+        return json_response(wire.DeletedResponse(id=request.path_params["id"]))
 
     async def cancel(self, request: Request) -> HttpResponse:
         """Ends a response that is being streamed. One that has ended stays as it is."""
-        response_id = request.path_params["id"]
-        if (live := self._store.live.get(response_id)) is not None:
+        if (live := self._live(request)) is not None:
             return json_response(live.cancel())
-        return _json(self._stored(response_id).reply)
+        return _json(self._stored(request).reply)
 
     async def input_items(self, request: Request) -> HttpResponse:
         """What the model was given, those items included that came from earlier responses."""
@@ -115,7 +136,7 @@ class StoredResponseEndpoints:
             raise InvalidRequest(f"limit must be 1 to {_MOST_LISTED}.", param="limit")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be 'asc' or 'desc'.", param="order")
-        items = self._stored(request.path_params["id"]).input_items()
+        items = self._stored(request).input_items()
         if order == "desc":
             items.reverse()
         if (after := query.get("after")) is not None:
@@ -127,13 +148,18 @@ class StoredResponseEndpoints:
         ids: list[str | None] = [str(item.id) for item in page]
         ids = ids or [None]
         return json_response(
-            ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page))
+            wire.ItemList(
+                data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page)
+            )
         )
 
-    def _stored(self, response_id: str) -> StoredResponse:
-        found = self._store.get(response_id)
+    def _live(self, request: Request) -> LiveResponse | None:
+        return self._store.live.get((owner_of(request), request.path_params["id"]))
+
+    def _stored(self, request: Request) -> StoredResponse:
+        found = self._store.get(request.path_params["id"], owner_of(request))
         if found is None:
-            raise _no_response(response_id, "id")
+            raise _no_response(request.path_params["id"], "id")
         return found
 
 

@@ -9,45 +9,34 @@ from typing import Any
 
 from msgspec import UNSET
 
+from paceline.server import responses_types as wire
 from paceline.server.blocks import Block, BlockFormat, BlockKind
 from paceline.server.failures import Failure, GenerationFailed
 from paceline.server.job import Job
 from paceline.server.replies import PING_EVENT, to_named_event
 from paceline.server.responses_input import new_id, seal
-from paceline.server.responses_types import (
-    FunctionCallItem,
-    IncompleteDetails,
-    InputTokensDetails,
-    Item,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningItem,
-    ReasoningOptions,
-    ReasoningText,
-    Response,
-    ResponseError,
-    ResponsesRequest,
-    ResponsesUsage,
-    Status,
-    TextFormat,
-    TextOptions,
-)
 from paceline.server.service import Service
 from paceline.text.output_parts import OutputParser
 
+# By kind: how ids begin, what events of their text are called, the type of a content part.
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_TEXTS = {
+    BlockKind.REASONING: "reasoning_text",
+    BlockKind.TEXT: "output_text",
+    BlockKind.CALL: "function_call_arguments",
+}
+_PARTS = {BlockKind.REASONING: wire.ReasoningText, BlockKind.TEXT: wire.OutputText}
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a reply repeats of its request."""
 
-    body: ResponsesRequest
-    items: Sequence[Item]  # the whole input
+    body: wire.ResponsesRequest
+    items: Sequence[wire.Item]  # the whole input
     spaced: dict[str, tuple[str, str]]  # see Translated
     is_stored: bool
+    owner: bytes  # see response_store
     temperature: float
     top_p: float
 
@@ -64,20 +53,21 @@ class ResponsesFormat(BlockFormat):
         self._number = 0  # of the next event
         self._job: Job | None = None
         self._is_cancelled = False
+        self._is_kept = asked.is_stored
         include = asked.body.include or ()
         self._seals_reasoning = "reasoning.encrypted_content" in include
 
     # ---- the response object
 
-    def whole(self, job: Job) -> Response:
+    def whole(self, job: Job) -> wire.Response:
         self._job = job
         return self._stored(self._finished())
 
-    def current(self) -> Response:
+    def current(self) -> wire.Response:
         """The response as far as it has come."""
         return self._response("cancelled" if self._is_cancelled else "in_progress")
 
-    def cancel(self) -> Response:
+    def cancel(self) -> wire.Response:
         """End a stream that still runs."""
         assert self._job is not None
         self._is_cancelled = True
@@ -85,19 +75,24 @@ class ResponsesFormat(BlockFormat):
         self._service.end(self._job)
         return self.current()
 
-    def _finished(self) -> Response:
+    def discard(self) -> None:
+        """Do not store it when its stream ends, which goes on."""
+        self._is_kept = False
+        self._leave()
+
+    def _finished(self) -> wire.Response:
         if self.finish_reason == "length":
             return self._response(
-                "incomplete", incomplete_details=IncompleteDetails("max_output_tokens")
+                "incomplete", incomplete_details=wire.IncompleteDetails("max_output_tokens")
             )
         return self._response("completed", completed_at=int(time.time()))
 
-    def _response(self, status: Any, **fields: Any) -> Response:
+    def _response(self, status: Any, **fields: Any) -> wire.Response:
         assert self._job is not None
         body, spec = self._asked.body, self._job.spec
         if status != "in_progress":
             fields["usage"] = self._usage(self._job)
-        return Response(
+        return wire.Response(
             id=spec.id,
             created_at=spec.created,
             status=status,
@@ -110,10 +105,10 @@ class ResponsesFormat(BlockFormat):
             ],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning=body.reasoning or ReasoningOptions(),
+            reasoning=body.reasoning or wire.ReasoningOptions(),
             store=self._asked.is_stored,
             temperature=self._asked.temperature,
-            text=TextOptions(format=(body.text and body.text.format) or TextFormat()),
+            text=wire.TextOptions(format=(body.text and body.text.format) or wire.TextFormat()),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=self._asked.top_p,
@@ -121,7 +116,7 @@ class ResponsesFormat(BlockFormat):
             **fields,
         )
 
-    def _status_of(self, block: Block, status: str) -> Status:
+    def _status_of(self, block: Block, status: str) -> wire.Status:
         """The last item of a response that was cut is cut too."""
         if status == "in_progress" and not block.is_closed:
             return "in_progress"
@@ -130,14 +125,14 @@ class ResponsesFormat(BlockFormat):
             "completed" if status in ("completed", "in_progress") or not is_last else "incomplete"
         )
 
-    def _item(self, block: Block, status: Status, text: str) -> OutputItem:
+    def _item(self, block: Block, status: wire.Status, text: str) -> wire.OutputItem:
         if block.index == len(self._ids):
             self._ids.append(new_id(_PREFIXES[block.kind]))
         item_id = self._ids[block.index]
         if block.call is not None:
             name = block.call.name or ""
             namespace, name = self._asked.spaced.get(name, (UNSET, name))
-            return FunctionCallItem(
+            return wire.FunctionCallItem(
                 id=item_id,
                 call_id=block.call.id,
                 name=name,
@@ -147,30 +142,38 @@ class ResponsesFormat(BlockFormat):
             )
         is_begun = status != "in_progress" or bool(text)
         if block.kind is BlockKind.TEXT:
-            parts = [OutputText(text=text)] if is_begun else []
-            return MessageItem(id=item_id, role="assistant", content=list(parts), status=status)
+            parts = [wire.OutputText(text=text)] if is_begun else []
+            return wire.MessageItem(
+                id=item_id, role="assistant", content=list(parts), status=status
+            )
         sealed = seal(text) if self._seals_reasoning and block.is_closed else UNSET
-        return ReasoningItem(
+        return wire.ReasoningItem(
             id=item_id,
-            content=[ReasoningText(text=text)] if is_begun else [],
+            content=[wire.ReasoningText(text=text)] if is_begun else [],
             encrypted_content=sealed,
             status=status,
         )
 
-    def _usage(self, job: Job) -> ResponsesUsage:
+    def _usage(self, job: Job) -> wire.ResponsesUsage:
         used = job.usage()
-        return ResponsesUsage(
+        return wire.ResponsesUsage(
             input_tokens=used.prompt_tokens,
-            input_tokens_details=InputTokensDetails(used.prompt_tokens_details.cached_tokens),
+            input_tokens_details=wire.InputTokensDetails(used.prompt_tokens_details.cached_tokens),
             output_tokens=used.completion_tokens,
-            output_tokens_details=OutputTokensDetails(self.num_reasoning_tokens),
+            output_tokens_details=wire.OutputTokensDetails(self.num_reasoning_tokens),
             total_tokens=used.total_tokens,
         )
 
-    def _stored(self, response: Response) -> Response:
-        if self._asked.is_stored:
-            self._store.put(response, self._asked.items)
+    def _stored(self, response: wire.Response) -> wire.Response:
+        if self._is_kept:
+            self._store.put(response, self._asked.items, self._asked.owner)
+        self._leave()
         return response
+
+    def _leave(self) -> None:
+        """It is no longer found as a stream that runs."""
+        assert self._job is not None
+        self._store.live.pop((self._asked.owner, self._job.spec.id), None)
 
     # ---- events
 
@@ -181,7 +184,7 @@ class ResponsesFormat(BlockFormat):
     def begin(self, job: Job) -> bytes:
         self._job = job
         if self._asked.is_stored:
-            self._store.live[job.spec.id] = self
+            self._store.live[self._asked.owner, job.spec.id] = self
         response = self.current()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -190,32 +193,18 @@ class ResponsesFormat(BlockFormat):
     def open_block(self, block: Block) -> bytes:
         item = self._item(block, "in_progress", "")
         event = self._event("response.output_item.added", output_index=block.index, item=item)
-        if block.kind is BlockKind.CALL:
-            return event
-        return event + self._event("response.content_part.added", **self._part(block, ""))
+        return event + self._part_event("added", block, "")
 
     def more_of(self, block: Block, text: str) -> bytes:
-        place = self._place(block)
-        if block.kind is BlockKind.CALL:
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
-        if block.kind is BlockKind.REASONING:
-            return self._event("response.reasoning_text.delta", **place, delta=text)
-        return self._event("response.output_text.delta", **place, delta=text, logprobs=[])
+        return self._text_event("delta", block, delta=text)
 
     def close_block(self, block: Block) -> bytes:
-        place, text = self._place(block), block.text
+        text, index = block.text, block.index
         item = self._item(block, "completed", text)
-        if isinstance(item, FunctionCallItem):
-            done = self._event(
-                "response.function_call_arguments.done", **place, name=item.name, arguments=text
-            )
-        else:
-            if block.kind is BlockKind.REASONING:
-                done = self._event("response.reasoning_text.done", **place, text=text)
-            else:
-                done = self._event("response.output_text.done", **place, text=text, logprobs=[])
-            done += self._event("response.content_part.done", **self._part(block, text))
-        index = block.index
+        whole = {"text": text}
+        if isinstance(item, wire.FunctionCallItem):
+            whole = {"name": item.name, "arguments": text}
+        done = self._text_event("done", block, **whole) + self._part_event("done", block, text)
         return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def last_events(self, job: Job) -> bytes:
@@ -227,7 +216,7 @@ class ResponsesFormat(BlockFormat):
             return self._event("response.incomplete", response=self._stored(self.current()))
         detail = failure.detail
         code = "invalid_prompt" if failure.status == 400 else "server_error"
-        response = self._response("failed", error=ResponseError(code, detail.message))
+        response = self._response("failed", error=wire.ResponseError(code, detail.message))
         return self._event(
             "error", code=detail.code, message=detail.message, param=detail.param
         ) + self._event("response.failed", response=self._stored(response))
@@ -235,11 +224,18 @@ class ResponsesFormat(BlockFormat):
     def ping(self) -> bytes:
         return PING_EVENT
 
+    def _text_event(self, what: str, block: Block, **fields: Any) -> bytes:
+        if block.kind is BlockKind.TEXT:
+            fields["logprobs"] = []
+        return self._event(f"response.{_TEXTS[block.kind]}.{what}", **self._place(block), **fields)
+
+    def _part_event(self, what: str, block: Block, text: str) -> bytes:
+        """Calls have no parts."""
+        if block.kind is BlockKind.CALL:
+            return b""
+        part = _PARTS[block.kind](text=text)
+        return self._event(f"response.content_part.{what}", **self._place(block), part=part)
+
     def _place(self, block: Block) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
         return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
-
-    def _part(self, block: Block, text: str) -> dict[str, Any]:
-        is_text = block.kind is BlockKind.TEXT
-        part = OutputText(text=text) if is_text else ReasoningText(text=text)
-        return {**self._place(block), "part": part}

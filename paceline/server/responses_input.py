@@ -11,33 +11,20 @@ from uuid import uuid4
 from msgspec import UNSET, UnsetType
 
 from paceline.errors import InvalidRequest
-from paceline.server.as_chat import Conversation, Translated
+from paceline.server import as_chat
+from paceline.server import responses_types as wire
 from paceline.server.requests import SampledBody
-from paceline.server.responses_types import (
-    FunctionCallItem,
-    FunctionOutputItem,
-    FunctionTool,
-    InputItem,
-    InputText,
-    Item,
-    ItemReference,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    MessageItem,
-    NamespaceTool,
-    OutputText,
-    RefusalPart,
-    ResponsesRequest,
-    Tool,
-)
 
 _ID_PREFIXES = {
-    MessageItem: "msg",
-    FunctionCallItem: "fc",
-    FunctionOutputItem: "fco",
+    wire.MessageItem: "msg",
+    wire.FunctionCallItem: "fc",
+    wire.FunctionOutputItem: "fco",
 }
 # Fields that mean the same in chat completions.
-_SHARED = (*SampledBody.__struct_fields__, "chat_template_kwargs", "parallel_tool_calls")
+_SHARED = (
+    *SampledBody.__struct_fields__,
+    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs"),
+)
 # What `encrypted_content` begins with. The text is only encoded: the client has it anyway.
 _SEALED = "paceline:"
 
@@ -46,16 +33,18 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
 
 
-def own_items(body: ResponsesRequest, find: Callable[[str], Item | None]) -> list[Item]:
+def own_items(
+    body: wire.ResponsesRequest, find: Callable[[str], wire.Item | None]
+) -> list[wire.Item]:
     """The items of this request, each with an id and a status, as the store lists them."""
-    given: Sequence[InputItem]
+    given: Sequence[wire.InputItem]
     if isinstance(body.input, str):
-        given = [MessageItem(role="user", content=body.input)]
+        given = [wire.MessageItem(role="user", content=body.input)]
     else:
         given = body.input or []
     items = []
     for i, item in enumerate(given):
-        if isinstance(item, ItemReference):
+        if isinstance(item, wire.ItemReference):
             found = find(item.id)
             if found is None:
                 raise InvalidRequest(
@@ -67,15 +56,17 @@ def own_items(body: ResponsesRequest, find: Callable[[str], Item | None]) -> lis
         if item.id is UNSET or item.id is None:
             item.id = new_id(_ID_PREFIXES.get(type(item), "rs"))
         item.status = item.status or "completed"
-        if isinstance(item, MessageItem) and isinstance(item.content, str):
-            kind = OutputText if item.role == "assistant" else InputText
+        if isinstance(item, wire.MessageItem) and isinstance(item.content, str):
+            kind = wire.OutputText if item.role == "assistant" else wire.InputText
             item.content = [kind(text=item.content)]
         items.append(item)
     return items
 
 
-def translate(body: ResponsesRequest, history: Sequence[Item], own: Sequence[Item]) -> Translated:
-    conversation = Conversation()
+def translate(
+    body: wire.ResponsesRequest, history: Sequence[wire.Item], own: Sequence[wire.Item]
+) -> as_chat.Translated:
+    conversation = as_chat.Conversation()
     if body.instructions is not None:
         conversation.add("instructions", role="system", content=body.instructions)
     for item in history:
@@ -96,76 +87,64 @@ def translate(body: ResponsesRequest, history: Sequence[Item], own: Sequence[Ite
         names |= {f"tools[{i}].function": place for i, (place, _, _) in enumerate(functions)}
         names |= {f"tools[{i}]": place for i, (place, _, _) in enumerate(functions)}
     _add_choices(body, raw)
-    names |= {
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-        "structured_outputs": "text.format" if "response_format" in raw else "tools",
-        "reasoning_effort": "reasoning.effort",
-        "tool_choice.function": "tool_choice",
-    }
+    names |= as_chat.names_of_options(raw, form="text.format", effort="reasoning.effort")
     # full name of a function -> its namespace and name
     spaced = {tool["function"]["name"]: space for _, tool, space in functions if space}
-    return Translated(raw, names, spaced)
+    return as_chat.Translated(raw, names, spaced)
 
 
-def _add_choices(body: ResponsesRequest, raw: dict[str, Any]) -> None:
+def _add_choices(body: wire.ResponsesRequest, raw: dict[str, Any]) -> None:
     choice = body.tool_choice
     if isinstance(choice, str):
         raw["tool_choice"] = choice
     elif choice is not None:
-        raw["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        raw["tool_choice"] = as_chat.chat_tool(choice.name)
     form = None if body.text is None else body.text.format
-    if isinstance(form, JsonObjectFormat):
+    if isinstance(form, wire.JsonObjectFormat):
         raw["response_format"] = {"type": "json_object"}
-    elif isinstance(form, JsonSchemaFormat):
-        schema: dict[str, Any] = {"name": form.name, "schema": form.schema}
-        if form.strict is not None:
-            schema["strict"] = form.strict
-        raw["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif isinstance(form, wire.JsonSchemaFormat):
+        raw["response_format"] = as_chat.json_format(form.name, form.schema, form.strict)
     if body.reasoning is not None and body.reasoning.effort is not None:
         raw["reasoning_effort"] = body.reasoning.effort
 
 
 def _functions(
-    tools: Iterable[Tool],
+    tools: Iterable[wire.Tool],
 ) -> Iterable[tuple[str, dict[str, Any], tuple[str, str] | None]]:
     """(place, tool of a chat request, namespace and name) of each function."""
     for i, tool in enumerate(tools):
-        if isinstance(tool, FunctionTool):
+        if isinstance(tool, wire.FunctionTool):
             yield f"tools[{i}]", _function(tool, tool.name), None
-        elif isinstance(tool, NamespaceTool):
+        elif isinstance(tool, wire.NamespaceTool):
             for j, inner in enumerate(tool.tools):
                 name = full_name(inner.name, tool.name)
                 yield f"tools[{i}].tools[{j}]", _function(inner, name), (tool.name, inner.name)
 
 
-def _function(tool: FunctionTool, name: str) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": name}
-    for key in ("description", "parameters", "strict"):
-        if (value := getattr(tool, key)) is not None:
-            function[key] = value
-    return {"type": "function", "function": function}
+def _function(tool: wire.FunctionTool, name: str) -> dict[str, Any]:
+    given = {key: getattr(tool, key) for key in ("description", "parameters", "strict")}
+    return as_chat.chat_tool(name, **given)
 
 
 def full_name(name: str, namespace: str | UnsetType | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _add_item(conversation: Conversation, item: Item, place: str) -> None:
+def _add_item(conversation: as_chat.Conversation, item: wire.Item, place: str) -> None:
     """Reasoning, text and calls of one turn are one message of the assistant."""
-    if isinstance(item, FunctionOutputItem):
+    if isinstance(item, wire.FunctionOutputItem):
         output = item.output
         text = output if isinstance(output, str) else "".join(part.text for part in output)
         conversation.add(place, role="tool", tool_call_id=item.call_id, content=text)
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, wire.FunctionCallItem):
         message = _assistant(conversation, place, without=())
         name = full_name(item.name, item.namespace)
         call = {"name": name, "arguments": item.arguments}
         calls = message.setdefault("tool_calls", [])
         calls.append({"id": item.call_id, "type": "function", "function": call})
-    elif isinstance(item, MessageItem):
+    elif isinstance(item, wire.MessageItem):
         assert not isinstance(item.content, str)  # see own_items
-        texts = [p.refusal if isinstance(p, RefusalPart) else p.text for p in item.content]
+        texts = [p.refusal if isinstance(p, wire.RefusalPart) else p.text for p in item.content]
         if item.role == "assistant":
             message = _assistant(conversation, place, without=("content", "tool_calls"))
             message["content"] = "".join(texts)
@@ -179,7 +158,9 @@ def _add_item(conversation: Conversation, item: Item, place: str) -> None:
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
 
-def _assistant(conversation: Conversation, place: str, without: Sequence[str]) -> dict[str, Any]:
+def _assistant(
+    conversation: as_chat.Conversation, place: str, without: Sequence[str]
+) -> dict[str, Any]:
     """The assistant's message that the item belongs to: the last one, or a new one."""
     last = conversation.messages[-1] if conversation.messages else None
     if last is None or last["role"] != "assistant" or any(last.get(name) for name in without):

@@ -42,36 +42,33 @@ class SummaryText(msgspec.Struct, kw_only=True, tag="summary_text"):
 ContentPart = InputText | OutputText | RefusalPart
 
 
-class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
+class _Item(msgspec.Struct, kw_only=True):
     id: Text = UNSET
+    status: Status | UnsetType | None = UNSET
+
+
+class MessageItem(_Item, kw_only=True, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentPart]
-    status: Status | UnsetType | None = UNSET
     phase: Text = UNSET  # of an assistant's message; codex sends it back
 
 
-class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
-    id: Text = UNSET
+class FunctionCallItem(_Item, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     namespace: Text = UNSET
     arguments: str
-    status: Status | UnsetType | None = UNSET
 
 
-class FunctionOutputItem(msgspec.Struct, kw_only=True, tag="function_call_output"):
-    id: Text = UNSET
+class FunctionOutputItem(_Item, kw_only=True, tag="function_call_output"):
     call_id: str
     output: str | list[InputText]
-    status: Status | UnsetType | None = UNSET
 
 
-class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    id: Text = UNSET
+class ReasoningItem(_Item, kw_only=True, tag="reasoning"):
     summary: list[SummaryText] = []
     content: list[ReasoningText] | UnsetType | None = UNSET
     encrypted_content: Text = UNSET
-    status: Status | UnsetType | None = UNSET
 
 
 class ItemReference(msgspec.Struct, kw_only=True, tag="item_reference"):
@@ -99,8 +96,8 @@ class NamespaceTool(msgspec.Struct, kw_only=True, tag="namespace"):
 
 
 class WebSearchTool(msgspec.Struct, kw_only=True, tag="web_search"):
-    """Accepted because agents offer it in every request. Paceline has no search, so the model is
-    not told of it and never calls it."""
+    """Accepted because codex offers it in every request. Paceline has no search, so the model is
+    not told of it, the reply does not list it, and the log says so once."""
 
     external_web_access: bool | UnsetType | None = UNSET
     search_context_size: Text = UNSET
@@ -201,7 +198,9 @@ class ResponsesRequest(SampledBody, kw_only=True):
     metadata: dict[str, str] | None = None
     include: list[Include] | None = None
     stream_options: ResponsesStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @classmethod
     def check_parts(cls, raw: Mapping[str, Any]) -> None:

@@ -25,15 +25,16 @@ def structured_outputs(request: GenerateFields) -> StructuredOutputsParams | Non
         return wanted
     if wanted is not None:
         raise InvalidRequest(
-            "structured_outputs and response_format are both given; send one of them.",
+            "structured_outputs is given beside another format of the answer; send one of them.",
             param="structured_outputs",
         )
     if not any(value not in (None, False) for value in request.structured_outputs.values()):
         return None  # clients send every field as null
-    if "after_token_ids" in request.structured_outputs:
-        raise InvalidRequest(
-            "structured_outputs has no field 'after_token_ids'.", param="structured_outputs"
-        )
+    for name in ("after_token_ids", "opening_token_ids"):  # the server sets them
+        if name in request.structured_outputs:
+            raise InvalidRequest(
+                f"structured_outputs has no field {name!r}.", param="structured_outputs"
+            )
     return StructuredOutputsParams(
         **{name: value for name, value in request.structured_outputs.items() if value is not None}
     )

@@ -165,17 +165,17 @@ def constrained(
     use: ToolUse,
     layout: ResponseFormat,
     tokenizer: Tokenizer,
-    after: Sequence[int],
+    begins: Mapping[str, tuple[int, ...]],
 ) -> SamplingParams:
-    """The parameters with the grammar that the tools need. It begins after the tokens `after`."""
+    """The parameters with the grammar that the tools need. `begins` says where it begins."""
     wanted = params.structured_outputs
     tag = _tag(use, layout, wanted)
     if tag is not None and wanted is not None and use.choice == "auto":
         wanted = replace(wanted, json=None, json_object=None, structural_tag=tag)
     elif tag is not None:
         wanted = StructuredOutputsParams(structural_tag=tag)
-    if wanted is not None and after:
-        wanted = replace(wanted, after_token_ids=tuple(after))
+    if wanted is not None and begins:
+        wanted = replace(wanted, **begins)  # type: ignore[arg-type]
     if wanted is not params.structured_outputs:
         params = params.replace(structured_outputs=wanted)
     if params.skip_special_tokens and _has_special_markers(layout, use, tokenizer):
@@ -214,14 +214,20 @@ def _decoded(schema: Any) -> Any:
         ) from None
 
 
-def end_of_thinking(
+def grammar_start(
     layout: ResponseFormat, tokenizer: Tokenizer, prompt: str, *, is_off: bool
-) -> list[int]:
-    """The tokens after which a grammar begins; [] if the answer begins at once."""
+) -> dict[str, tuple[int, ...]]:
+    """Where a grammar begins, as fields of StructuredOutputsParams.
+
+    A grammar holds except while the model reasons. The model reasons if the prompt has opened the
+    reasoning, or if the output begins with the opening marker and the request has not switched
+    thinking off. So a model that does not think is constrained from its first token.
+    """
     markers, is_open = layout.reasoning_markers, layout.thinking_after(prompt)
     if markers is None or is_open is False or (is_open is None and is_off):
-        return []
-    return tokenizer.encode(markers[1], add_special_tokens=False)
+        return {}
+    opening, after = (tuple(tokenizer.encode(m, add_special_tokens=False)) for m in markers)
+    return {"after_token_ids": after, "opening_token_ids": () if is_open else opening}
 
 
 def parser_factory(

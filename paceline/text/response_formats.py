@@ -1,7 +1,9 @@
 """Which markers a model writes around its reasoning and its tool calls.
 
 The tokenizer's own response template says it, else `response_formats.json` has a format with a name
-that vLLM users know. Data only: `response_parser.py` reads output, `call_tags.py` constrains it.
+that vLLM users know. Its patterns repeat a bounded number of times, so that a marker that never
+ends is not searched again from its beginning with each token. Data only: `response_parser.py` reads
+output, `call_tags.py` constrains it.
 """
 
 from __future__ import annotations

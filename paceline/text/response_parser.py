@@ -27,6 +27,8 @@ _CALL_HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
 )
+# A longer beginning is read when the call is whole.
+_MOST_HEAD_CHARS = 1024
 _ARGUMENTS_HEAD = re.compile(r"\s*(?=\{)")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
@@ -219,8 +221,8 @@ class ResponseTemplateParser:
         regex, parse = self._library.regex, self._library.chat_parsing.parse_response
         if "tag_pattern" in args:
             # The library skips what is no argument, so a call that was cut would seem whole.
-            tag = regex.compile(args["tag_pattern"], regex.DOTALL)
-            if stop == end or tag.sub("", self._raw[begin:end]).strip():
+            tag = regex.compile(rf"(?:{args['tag_pattern']})\s*", regex.DOTALL)
+            if stop == end or not _is_all(tag, self._raw[begin:end].strip()):
                 return []
         # A marker may look ahead: the opening one at the closing one, that at the next call.
         for text in dict.fromkeys((self._raw[start:stop], self._raw[start:end])):
@@ -278,6 +280,8 @@ class _Call:
             self._text += text
             match = self._head.match(self._text)
             if match is None:
+                if len(self._text) > _MOST_HEAD_CHARS:
+                    self._head = None
                 return ""
             self.name = self._captured or _text_of(match["name"])
             if self.name is None:
@@ -363,6 +367,14 @@ def _head_of(
     if arguments == "{content}" and captured:
         return _ARGUMENTS_HEAD, captured
     return None, None
+
+
+def _is_all(tag: Any, text: str) -> bool:
+    """Whether the text is one match after another."""
+    at = 0
+    while at < len(text) and (found := tag.match(text, at)) is not None:
+        at = found.end()
+    return at == len(text)
 
 
 def _text_of(quoted: str) -> str | None:

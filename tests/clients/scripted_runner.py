@@ -46,15 +46,19 @@ class ScriptedRunner(FakeRunner):
         )
         self.keeps_plans = False
         self._tokenizer = tokenizer
+        assert tokenizer.eos_token_id is not None
+        # Ends of JSON, then the begin of JSON and of a call (`<to`), not of a thought (`<th`).
+        closers = [tokenizer.encode(text, add_special_tokens=False)[0] for text in '"}]0{o']
+        self._enders = (tokenizer.eos_token_id, *closers)
         self._answers: dict[int, list[int]] = {}  # by request
 
     def sample(self, slot: Slot, bans_stops: bool, mask: Ints | None) -> int:
-        """The script's token, or the first one that the request allows."""
+        """The script's token. If the request forbids it: what ends a structure soonest."""
         assert slot.init is not None
         request = slot.init.request
         banned: tuple[int, ...] = request.eos_token_ids if bans_stops else ()
         wanted = self._scripted(slot, len(slot.tokens))
-        tokens: tuple[int, ...] = (wanted, *range(self.info.vocab_size))
+        tokens: tuple[int, ...] = (wanted, *self._enders, *range(self.info.vocab_size))
         return next(t for t in tokens if is_allowed(mask, t) and t not in banned)
 
     def propose(self, slot: Slot, k: int) -> list[int]:
@@ -76,9 +80,8 @@ class ScriptedRunner(FakeRunner):
 
     def _tokens_of(self, request: EngineRequest) -> list[int]:
         prompt = self._tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)
-        assert self._tokenizer.eos_token_id is not None
         tokens = self._tokenizer.encode(answer(prompt), add_special_tokens=False)
-        return [*tokens, self._tokenizer.eos_token_id]
+        return [*tokens, self._enders[0]]
 
 
 def _is_wrong(place: int) -> bool:

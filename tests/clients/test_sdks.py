@@ -31,6 +31,9 @@ CALL = call("get_weather", city="Paris")
 LOOP = script(f"<think>Rain?</think>I ask.{CALL}", f"It says {RESULT}.")
 USER: Any = {"role": "user", "content": LOOP}
 OSLO = '{"name": "Oslo", "people": 700000}'
+# Answers that no client could use. A mask must turn them into what was asked for.
+WRONG = ["Sure, it is Oslo.", '{"name": 7, "people": "many"}', '[{"name": "Oslo"}]', ""]
+THOUGHT = "<think>Which {one}?</think>"
 
 
 class City(BaseModel):
@@ -107,10 +110,55 @@ def test_a_forced_call_has_its_schema(api: openai.OpenAI) -> None:
     assert json.loads(made.function.arguments) == {"city": "Paris"}
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("wrong", WRONG, ids=["text", "types", "list", "nothing"])
+def test_a_wrong_answer_is_corrected_by_the_mask(
+    api: openai.OpenAI, claude: anthropic.Anthropic, wrong: str, thinks: bool
+) -> None:
+    """With a thought or without one, in each API: the answer follows the schema."""
+    said = script(THOUGHT * thinks + wrong)
+    messages: Any = [{"role": "user", "content": said}]
+    chat = api.chat.completions.parse(model=MODEL, messages=messages, response_format=City)
+    message: Any = chat.choices[0].message
+    assert (message.parsed is not None, chat.choices[0].finish_reason) == (True, "stop")
+    assert message.content != wrong
+    assert getattr(message, "reasoning", None) == ("Which {one}?" if thinks else None)
+    response = api.responses.parse(model=MODEL, input=said, text_format=City)
+    assert response.output_parsed == message.parsed
+    reply = claude.messages.parse(
+        model=MODEL, max_tokens=400, messages=messages, output_format=City
+    )
+    assert reply.parsed_output == message.parsed
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_wrong_call_is_corrected_by_the_mask(
+    api: openai.OpenAI, claude: anthropic.Anthropic, thinks: bool
+) -> None:
+    """A strict function that the model calls with other arguments, and a call that it omits."""
+    said = script(THOUGHT * thinks + call("get_weather", town=3))
+    strict = api.responses.create(model=MODEL, input=said, tools=FUNCTIONS)
+    made: Any = strict.output[-1]
+    assert [*json.loads(made.arguments)] == ["city"]
+    messages: Any = [{"role": "user", "content": script(THOUGHT * thinks + "No.")}]
+    required = api.chat.completions.create(
+        model=MODEL, messages=messages, tools=TOOLS, tool_choice="required"
+    )
+    (forced,) = required.choices[0].message.tool_calls or []
+    assert forced.type == "function"
+    assert [*json.loads(forced.function.arguments)] == ["city"]
+    choice: Any = {"type": "any"}
+    reply = claude.messages.create(
+        model=MODEL, max_tokens=400, messages=messages, tools=MESSAGE_TOOLS, tool_choice=choice
+    )
+    block: Any = reply.content[-1]
+    assert [*block.input] == ["city"]
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("thinks", [False, True])
 def test_answers_are_parsed_as_a_model(api: openai.OpenAI, thinks: bool) -> None:
-    said = script("<think>Which {one}?</think>" * thinks + OSLO)
+    said = script(THOUGHT * thinks + OSLO)
     messages: Any = [{"role": "user", "content": said}]
     oslo = City(name="Oslo", people=700000)
     chat = api.chat.completions.parse(model=MODEL, messages=messages, response_format=City)

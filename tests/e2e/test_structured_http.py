@@ -19,7 +19,7 @@ from paceline import LLM, InvalidGrammar, SamplingParams, StructuredOutputsParam
 from paceline.checkpoint.default_model import fetch_default_model
 from paceline.errors import CheckpointError
 from tests.e2e.serving import ServerProcess, Streamed, save_served, served, started
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 PERSON = {
     "type": "object",
@@ -100,6 +100,17 @@ def test_streams_give_the_same_text_as_whole_replies(server: ServerProcess) -> N
     assert [streamed.text] == texts(complete(server, **fields))
 
 
+def test_forced_tokens_are_in_the_usage_and_in_the_metrics(server: ServerProcess) -> None:
+    before = server.gauge("forced_tokens_total")
+    choice = {"structured_outputs": {"choice": ["a long answer that leaves no choice"]}}
+    used = complete(server, **choice)["usage"]
+    num_forced = used["completion_tokens_details"]["forced_tokens"]
+    assert 0 < num_forced <= used["completion_tokens"]
+    wait_for(lambda: server.gauge("forced_tokens_total") == before + num_forced)
+    plain = complete(server, max_tokens=4)["usage"]["completion_tokens_details"]
+    assert "forced_tokens" not in plain
+
+
 def test_sampling_fields_keep_their_meaning_under_a_grammar(server: ServerProcess) -> None:
     wanted = {"structured_outputs": {"regex": "[a-z]*"}, "temperature": 0}
     cut = complete(server, structured_outputs=COMPACT, max_tokens=3)["choices"][0]
@@ -155,6 +166,7 @@ def test_an_unsupported_schema_is_a_400_that_names_the_keyword(
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex, choice"),
         ({"structured_outputs": {"jsonn": {}}}, "Did you mean 'json'"),
         ({"structured_outputs": {"choice": ["a"], "after_token_ids": [1]}}, "after_token_ids"),
+        ({"structured_outputs": {"choice": ["a"], "opening_token_ids": [1]}}, "opening_token_ids"),
         ({"structured_outputs": {"regex": "a" * 140_000}}, "the limit is 131072"),
         ({"response_format": {"type": "jsonschema"}}, "Did you mean 'json_schema'"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "json_schema"),

@@ -217,23 +217,6 @@ def test_several_end_tokens_leave_the_choice_to_the_model(tokenizer: Tokenizer) 
     assert constraint.forced() == []
 
 
-@pytest.mark.parametrize("cut", range(9))
-def test_a_grammar_begins_after_a_marker_at_any_index_of_a_window(
-    grammars: Grammars, tokenizer: Tokenizer, cut: int
-) -> None:
-    marker = [40, 41, 40]
-    asked = params(choice=["ab"], after_token_ids=marker)
-    output = [40, 41, 41, 40, 41, 40, *tokenizer.encode("ab"), EOS]
-    constraint = grammars.constraint(asked)
-    constraint.accept(output[:cut])
-    rows = [allowed(row) for row in constraint.masks(output[cut:])]
-    everything = allowed(np.full_like(constraint.masks([])[0], -1))
-    inside = grammars.constraint(params(choice=["ab"])).masks(output[6:])
-    expected = [everything] * 6 + [allowed(row) for row in inside]
-    assert rows == expected[cut:]
-    assert bool(constraint.forced()) is (6 <= cut < len(output))
-
-
 def test_a_request_goes_on_from_what_it_has_emitted(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
@@ -250,11 +233,14 @@ def test_a_request_goes_on_from_what_it_has_emitted(
 def test_all_rows_of_a_step_are_filled_at_once(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraints = [grammars.constraint(kind) for kind in KINDS]
     constraints.append(grammars.constraint(params(choice=["ab"], after_token_ids=[60])))
+    marked = params(choice=["ab"], after_token_ids=[60], opening_token_ids=[50])
+    constraints += [grammars.constraint(marked) for _ in range(2)]
     rng = random.Random(2)
     drafts = [
         generate(grammars.constraint(kind), rng, tokenizer, rng.randrange(4))[0] for kind in KINDS
     ]
     drafts.append([60, *tokenizer.encode("a")])
+    drafts += [[50, 60, *tokenizer.encode("a")], tokenizer.encode("a")]
     assert grammars.masks is not None
     mask_RWV = np.full((len(constraints) + 1, 5, 10), 77, np.int32)
     rows = [(i + 1, c, d) for i, (c, d) in enumerate(zip(constraints, drafts, strict=True))]
@@ -427,6 +413,18 @@ def test_the_same_grammar_is_compiled_once(
     for name in ("b", "c", "a"):  # the oldest of three is dropped
         grammars.constraint(params(choice=[name]))
     assert len(texts) == 4
+
+
+def test_the_kept_grammars_are_bounded_in_bytes(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT_BYTES", 100)
+    grammars = grammars_of(tokenizer)
+    for letter in "abcd":
+        grammars.constraint(params(choice=[letter * 30]))
+        assert 30 < grammars._num_bytes <= 100
+    grammars.constraint(params(choice=["e" * 200]))  # served, and not kept
+    assert (len(grammars._kept), grammars._num_bytes) == (0, 0)
 
 
 def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

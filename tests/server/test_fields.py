@@ -110,6 +110,25 @@ def test_an_unsupported_field_is_refused_by_name(name: str, value: object) -> No
     assert "not supported" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("guided_json", {"type": "object"}, "Send structured_outputs.json."),
+        ("guided_regex", "a+", "Send structured_outputs.regex."),
+        ("request_id", "mine", "Send the X-Request-Id header."),
+        ("num_ctx", 4096, "--max-model-len sets the context length."),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_field_of_another_server_says_what_to_send(
+    kind: type[Any], name: str, value: object, hint: str
+) -> None:
+    asked = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "x"}
+    error = refused(json.dumps({**asked, name: value}).encode(), kind)
+    assert error.param == name
+    assert str(error).endswith(hint)
+
+
 def test_best_of_n_of_n_asks_for_nothing() -> None:
     body = {"prompt": "x", "n": 3, "best_of": 3}
     assert parse(json.dumps(body).encode(), CompletionRequest).n == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -181,11 +182,13 @@ def test_a_tool_loop_with_the_official_client() -> None:
         assert third.output_text == "Sunny."
 
 
-def test_codex_is_understood() -> None:
+def test_codex_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     close = '<tool_call>\n{"name": "agents__close", "arguments": {}}\n</tool_call>'
     client = FakeClient(saying(f"<think>So.</think>{close}"))
     with serving(client, **THINKS) as server:
-        output = events_of(server, **CODEX)[-1]["response"]["output"]
+        response = events_of(server, **CODEX)[-1]["response"]
+        output = response["output"]
+        assert [tool["type"] for tool in response["tools"]] == ["function", "namespace"]
         assert "agents__close" in prompt_of(client)
         assert "web_search" not in prompt_of(client)
         assert (output[1]["namespace"], output[1]["name"]) == ("agents", "close")
@@ -197,6 +200,8 @@ def test_codex_is_understood() -> None:
         foreign = {**reasoning, "encrypted_content": "gAAAA"}
         reply = server.post("/v1/responses", {**CODEX, "input": [foreign]})
         assert reply.error["param"] == "input[0].encrypted_content"
+    warned = [r for r in caplog.records if "web_search" in r.getMessage()]
+    assert [r.levelname for r in warned] == ["WARNING"], "once, not for each request"
 
 
 def test_output_that_is_cut_is_incomplete() -> None:
@@ -283,6 +288,75 @@ def test_a_stream_can_be_read_and_cancelled_from_elsewhere() -> None:
         assert last.response.status == "cancelled"
         assert client.aborted == [first.response.id]
         assert server.get(path).json()["status"] == "cancelled"
+
+
+def test_a_stream_that_is_deleted_goes_on_and_is_not_stored() -> None:
+    client = FakeClient(lambda _: words("a", "b", "c"), by_hand=True)
+    with serving(client) as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+        client.allow(1)
+        stream = api.responses.create(model="tiny", input="Hi", stream=True)
+        first = next(stream)
+        assert first.type == "response.created"
+        path = f"/v1/responses/{first.response.id}"
+        deleted = server.request("DELETE", path)
+        assert deleted.json() == {"id": first.response.id, "object": "response", "deleted": True}
+        assert server.get(path).status == 404
+        client.allow(2)
+        last = list(stream)[-1]
+        assert last.type == "response.completed"
+        assert last.response.output_text == "abc"
+        assert server.get(path).status == 404
+        assert server.request("DELETE", path).status == 404
+
+
+def test_a_stream_that_has_ended_is_found_as_stored() -> None:
+    """Also while its connection is still open."""
+    client = FakeClient(lambda _: words("a", "b"))
+    with serving(client) as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+        stream = api.responses.create(model="tiny", input="Hi", stream=True)
+        *_, last = iter(stream)
+        assert last.type == "response.completed"
+        found = server.get(f"/v1/responses/{last.response.id}").json()
+        assert found["status"] == "completed"
+
+
+def test_a_key_cannot_use_the_responses_of_another_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n", encoding="utf-8")
+    client = FakeClient(lambda _: words("a", "b", "c"), by_hand=True)
+    with serving(client, api_key_file=str(keys)) as server:
+        url = f"{server.url}/v1"
+        owner, other = (
+            openai.OpenAI(base_url=url, api_key=f"{name}-key", max_retries=0)
+            for name in ("first", "second")
+        )
+        client.allow(4)
+        made = owner.responses.create(model="tiny", input="Hi")
+        stream = owner.responses.create(model="tiny", input="Hi", stream=True)
+        live = next(stream)
+        assert live.type == "response.created"
+        item: Any = {"type": "item_reference", "id": made.output[0].id}
+        for response_id in (made.id, live.response.id):
+            for use in (
+                lambda name: other.responses.retrieve(name),
+                lambda name: other.responses.delete(name),
+                lambda name: other.responses.cancel(name),
+                lambda name: other.responses.input_items.list(name),
+                lambda name: other.responses.create(
+                    model="tiny", input="x", previous_response_id=name
+                ),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    use(response_id)
+        with pytest.raises(openai.BadRequestError, match="no stored item"):
+            other.responses.create(model="tiny", input=[item])
+        client.allow(6)
+        assert list(stream)[-1].type == "response.completed"
+        for response_id in (made.id, live.response.id):
+            assert owner.responses.retrieve(response_id).status == "completed"
+        owner.responses.create(model="tiny", input="x", previous_response_id=made.id)
 
 
 def test_a_client_that_goes_away_ends_its_response() -> None:

@@ -293,19 +293,6 @@ def test_a_strict_tool_is_constrained_once_its_call_begins() -> None:
     assert schemas == [TOOLS[0]["function"]["parameters"], {"type": "object"}]
 
 
-@pytest.mark.trap("F1")
-def test_the_grammar_waits_for_the_end_of_thinking() -> None:
-    options = {"chat_template": THINKING}
-    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
-    waits = asked_for(options, **fields).last.params.structured_outputs
-    assert waits is not None
-    assert waits.after_token_ids == tuple(ids_of("</think>"))
-    for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        wanted = asked_for(options, **fields, **off).last.params.structured_outputs
-        assert wanted is not None
-        assert wanted.after_token_ids == ()
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -422,7 +409,9 @@ def test_json_of_the_request_may_be_a_call_instead() -> None:
 
     def after(choice: str) -> StructuredOutputsParams:
         use = read_tool_use(TOOLS, choice)
-        made = constrained(params, use, layout, FakeClient().tokenizer, (7,)).structured_outputs
+        made = constrained(
+            params, use, layout, FakeClient().tokenizer, {"after_token_ids": (7,)}
+        ).structured_outputs
         assert made is not None
         assert made.after_token_ids == (7,)
         return made

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from paceline.server import messages_input, responses_input
 from paceline.server.as_chat import Translated
 from paceline.server.fields import convert
 from paceline.server.messages_types import MessagesRequest
 from paceline.server.responses_types import ResponsesRequest
-from tests.server.serving import Served
+from tests.server.fake_client import FakeClient
+from tests.server.serving import Served, serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -111,3 +114,33 @@ def test_errors_of_the_chat_request_have_the_clients_paths(server: Served) -> No
     long = {"type": "function_call_output", "call_id": "x" * 300, "output": ""}
     reply = server.post("/v1/responses", {"input": [{"role": "user", "content": "a"}, long]})
     assert reply.error["param"] == "input[1].tool_call_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_both_apis_take_vllms_structured_outputs(path: str) -> None:
+    client = FakeClient()
+    with serving(client) as server:
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+        form: dict[str, Any] = {
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}
+        }
+        if path == "/v1/responses":
+            body = {"input": "Hi"}
+            form = {"text": {"format": {"type": "json_object"}}}
+
+        def refused(**fields: Any) -> str:
+            reply = server.post(path, {**body, **fields})
+            assert reply.status == 400
+            return str(reply.json()["error"]["message"])
+
+        choice = {"choice": ["a", "b"]}
+        assert server.post(path, {**body, "structured_outputs": choice}).status == 200
+        wanted = client.last.params.structured_outputs
+        assert wanted is not None
+        assert wanted.choice == ("a", "b")
+        assert "send one of them" in refused(structured_outputs=choice, **form)
+        assert "structured_outputs" in refused(structured_outputs={"choice": []})
+        # Names of other servers have the same hints as in chat completions.
+        assert refused(guided_choice=["a"]).endswith("Send structured_outputs.choice.")
+        assert refused(request_id="x").endswith("Send the X-Request-Id header.")
+        assert refused(num_ctx=10).endswith("--max-model-len sets the context length.")

@@ -34,10 +34,14 @@ let text = "";
 for await (const part of stream.textStream) text += part;
 assert.equal(text, "It says rain in Paris.");
 
-const { output } = await ai.generateText({
-  model: paceline(MODEL),
-  prompt: script('{"city": "Oslo"}'),
-  output: ai.Output.object({ schema: z.object({ city: z.string() }) }),
-  maxRetries: 0,
-});
-assert.deepEqual(output, { city: "Oslo" });
+// The grammar turns the second answer, which does not fit, into one that does.
+for (const said of ['{"city": "Oslo"}', "It is Oslo."]) {
+  const { output } = await ai.generateText({
+    model: paceline(MODEL),
+    prompt: script(said),
+    output: ai.Output.object({ schema: z.object({ city: z.string() }) }),
+    maxRetries: 0,
+  });
+  if (said.startsWith("{")) assert.deepEqual(output, { city: "Oslo" });
+  assert.deepEqual(Object.keys(output), ["city"]);
+}

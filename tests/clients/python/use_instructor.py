@@ -23,13 +23,27 @@ SAID = {
     instructor.Mode.JSON: '{"name": "Oslo", "people": 700000}',
     instructor.Mode.JSON_SCHEMA: '{"name": "Oslo", "people": 700000}',
 }
-for mode, said in SAID.items():
+# The grammar turns an answer that does not fit into one that does. JSON asks for any object.
+WRONG = {
+    instructor.Mode.TOOLS: call("City", town=3),
+    instructor.Mode.JSON_SCHEMA: "It is Oslo.",
+}
+
+
+def ask(mode: instructor.Mode, said: str) -> City:
     api = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     client = instructor.from_openai(api, mode=mode)
-    city = client.chat.completions.create(
+    city: City = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": script(said)}],
         response_model=City,
         max_retries=0,
     )
+    return city
+
+
+for mode, said in SAID.items():
+    city = ask(mode, said)
     assert city.model_dump() == {"name": "Oslo", "people": 700000}, (mode, city)
+for mode, said in WRONG.items():
+    assert set(ask(mode, said).model_dump()) == {"name", "people"}, mode

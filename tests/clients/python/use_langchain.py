@@ -48,6 +48,9 @@ for method in ("json_schema", "function_calling"):
         said = call("City", name="Oslo", people=700000)
     found = model.with_structured_output(City, method=method).invoke(script(said))
     assert found == City(name="Oslo", people=700000), found
+    # The grammar turns an answer that does not fit into one that does.
+    wrong = model.with_structured_output(City, method=method).invoke(script("It is Oslo."))
+    assert isinstance(wrong, City), wrong
 
 responses = ChatOpenAI(
     base_url=f"{URL}/v1", api_key="none", model=MODEL, max_retries=0, use_responses_api=True

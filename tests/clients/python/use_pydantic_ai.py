@@ -38,3 +38,6 @@ for model in models:
     end = call("final_result", city="Paris", weather="rain")
     report = typed.run_sync(script(ASK, end)).output
     assert report == Report(city="Paris", weather="rain"), (model, report)
+    # The grammar turns an answer that is no report into one.
+    wrong = Agent(model, output_type=Report).run_sync(script("It rains.")).output
+    assert isinstance(wrong, Report), (model, wrong)
