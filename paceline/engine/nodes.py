@@ -261,10 +261,10 @@ class Nodes:
         node = RemoteNode(sock, hello, self._changed)
         with self._changed:
             refusal = self._objection(node, hello["options"])
+            link.send_json(sock, {"refusal": refusal})  # before any order
             if refusal is None:
                 self._joined[node.number] = node
                 self._changed.notify_all()
-        link.send_json(sock, {"refusal": refusal})
         if refusal is not None:
             raise PacelineError(refusal)
         logger.info("%s has joined with ranks %s", node.name, node.ranks)

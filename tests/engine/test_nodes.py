@@ -186,6 +186,23 @@ def test_a_front_that_does_not_know_the_key_learns_nothing_and_is_refused() -> N
             run_node(node_config(server.getsockname()[1]))
 
 
+def test_a_node_reads_that_it_has_joined_before_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front gives orders to nodes that are in its list."""
+    with listening() as (nodes, port):
+        was_listed: list[bool] = []
+        send = link.send_json
+
+        def watched(sock: socket.socket, value: dict[str, Any]) -> None:
+            if "refusal" in value:
+                was_listed.append(bool(nodes._joined))
+            send(sock, value)
+
+        monkeypatch.setattr(link, "send_json", watched)
+        Machine(node_config(port))
+        nodes.await_all()
+        assert was_listed == [False]
+
+
 def test_noise_on_the_port_is_closed_and_the_front_goes_on() -> None:
     with listening() as (nodes, port):
         for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):

@@ -27,9 +27,11 @@ from tests.mtp import random_mtp, save_mtp
 from tests.parallel.test_serving import NUM_TRAINED, PROMPTS, check, plain_answers
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.processes import ROOT
+from tests.tiers import first_or_more
 
 KEY = {"PACELINE_CLUSTER_KEY": "the key of the tests"}
-RANKS = "--data-parallel-size 2 --enable-expert-parallel --device cpu --stall-timeout 20"
+EXPERTS = "--data-parallel-size 2 --enable-expert-parallel"
+ON_CPU = "--device cpu --stall-timeout 20 --cpu-threads 1"
 
 
 @dataclass
@@ -58,6 +60,7 @@ def two_machines() -> Iterator[Wiring]:
     try:
         for step in steps:
             subprocess.run(step, check=True, capture_output=True)
+        check_route(f"{net}.1", inside)
     except (OSError, subprocess.CalledProcessError):
         with contextlib.suppress(OSError):  # there may be no `ip` at all
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -67,6 +70,15 @@ def two_machines() -> Iterator[Wiring]:
         yield Wiring(f"{net}.1", f"{net}.2", inside)
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def check_route(address: str, inside: list[str]) -> None:
+    """Raises if the namespace cannot connect to this address: a firewall may be in between."""
+    with socket.create_server((address, 0)) as server:
+        dial = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
+        where = [address, str(server.getsockname()[1])]
+        done = [*inside, sys.executable, "-c", dial, *where]
+        subprocess.run(done, check=True, capture_output=True)
 
 
 def free_port(host: str) -> int:
@@ -82,14 +94,18 @@ def save_trained(tmp_path: Path) -> tuple[Path, list[Any], list[str]]:
     known = [tokens for _, tokens in answers]
     save_mtp(folder, plain, train(random_mtp(target), target, known, num_steps=NUM_TRAINED))
     spec = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
-    return folder, answers, [*RANKS.split(), "--speculative-config", spec, "--cpu-threads", "1"]
+    return folder, answers, [*ON_CPU.split(), "--speculative-config", spec]
 
 
-def test_mtp_over_two_machines_has_the_tokens_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", first_or_more([EXPERTS, "--tensor-parallel-size 2"], lambda flags: flags == EXPERTS)
+)
+def test_mtp_over_two_machines_has_the_tokens_of_one_rank(tmp_path: Path, layout: str) -> None:
+    """Two replicas that share experts, and one replica that spans both machines."""
     folder, answers, flags = save_trained(tmp_path)
     with two_machines() as wiring, (tmp_path / "node.log").open("w") as log:
         where = f"--nnodes 2 --master-addr {wiring.here} --master-port {free_port(wiring.here)}"
-        flags = ["serve", str(folder), *flags, *where.split()]
+        flags = ["serve", str(folder), *flags, *layout.split(), *where.split()]
         mine = ["--headless", "--node-rank", "1", "--node-address", wiring.there]
         node = subprocess.Popen(
             [*wiring.command, *PACELINE, *flags, *mine],
@@ -118,7 +134,7 @@ def test_torchrun_starts_the_server_as_written(tmp_path: Path) -> None:
     ((_, tokens),) = plain_answers(folder)[:1]
     port = free_port("127.0.0.1")
     run = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port('127.0.0.1')}"
-    serve = f"-m paceline serve {folder} {RANKS} --cpu-threads 1 --port {port}"
+    serve = f"-m paceline serve {folder} {EXPERTS} {ON_CPU} --port {port}"
     with (tmp_path / "log").open("w") as log:
         torchrun = subprocess.Popen(
             [sys.executable, *run.split(), *serve.split()], cwd=ROOT, stdout=log, stderr=log
