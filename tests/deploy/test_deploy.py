@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from paceline.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+RAY = DEPLOY / "ray"
 FROZEN = ROOT / "tests" / "architecture" / "frozen"
 FLAGS = {
     line.split()[-1] for line in (FROZEN / "cli_flags.txt").read_text().splitlines() if "--" in line
@@ -92,6 +94,24 @@ def test_the_nodes_of_a_leader_worker_set_start_one_engine() -> None:
     selector = next(m for m in manifests() if m["metadata"]["name"] == "paceline-nodes-http")
     labels = template["leaderTemplate"]["metadata"]["labels"]
     assert selector["spec"]["selector"] == labels
+
+
+def ray_serve() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((RAY / "serve.yaml").read_text(encoding="utf-8"))
+    return values
+
+
+def test_the_ray_serve_application_names_what_its_file_has() -> None:
+    (application,) = ray_serve()["applications"]
+    module, _, function = application["import_path"].partition(":")
+    tree = ast.parse((RAY / f"{module}.py").read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    (deployment,) = application["deployments"]
+    assert deployment["name"] in {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    _, *flags = application["args"]["flags"]
+    given = dict(flag.partition("=")[::2] for flag in flags)
+    assert given.keys() <= FLAGS
+    assert deployment["graceful_shutdown_timeout_s"] > int(given["--drain-timeout-s"])
 
 
 def test_pod_and_unit_wait_longer_than_the_drain_timeout() -> None:

@@ -154,39 +154,55 @@ def test_torchrun_starts_the_server_as_written(tmp_path: Path) -> None:
     wait_for(lambda: not _is_open(port))
 
 
-@pytest.mark.more
-def test_ray_places_the_replicas_and_a_node_that_is_killed_is_named(tmp_path: Path) -> None:
-    # Slow, and only this test needs it; `make test-more` installs it.
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[tuple[Any, Any]]:
+    """A cluster of two nodes with one CPU each, and the second one."""
+    # Slow, and only these tests need it; `make test-more` installs it.
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 
-    folder, answers, _ = save_trained(tmp_path)
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     try:
-        second = cluster.add_node(num_cpus=1)
-        ray.init(address=cluster.address, log_to_driver=False)
-        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-        options: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
-        spec = {"method": "mtp", "num_speculative_tokens": 2}
-        with LLM(
-            str(folder),
-            device="cpu",
-            dtype="float32",
-            cpu_threads=1,
-            stall_timeout=20,
-            distributed_executor_backend="ray",
-            speculative_config=spec,
-            **options,
-        ) as llm:
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-            found = [list(output.outputs[0].token_ids) for output in outputs]
-            assert found == [tokens for _, tokens in answers[:-1]]
-            name = second.node_id[:12]
-            cluster.remove_node(second, allow_graceful=False)
-            with pytest.raises(EngineDead, match=f"Ray node {name}"):
-                llm.generate(PROMPTS, params, use_tqdm=False)
+        ray.init(address=cluster.address, log_to_driver=False)  # on the head: it is the only node
+        yield cluster, cluster.add_node(num_cpus=1)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.mark.more
+def test_ray_places_the_replicas_and_a_node_that_is_killed_is_named(tmp_path: Path) -> None:
+    folder, answers, _ = save_trained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    options: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    options |= {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "stall_timeout": 20}
+    spec = {"method": "mtp", "num_speculative_tokens": 2}
+    with (
+        ray_cluster() as (cluster, second),
+        LLM(
+            str(folder), distributed_executor_backend="ray", speculative_config=spec, **options
+        ) as llm,
+    ):
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found == [tokens for _, tokens in answers[:-1]]
+        name = second.node_id[:12]
+        cluster.remove_node(second, allow_graceful=False)
+        with pytest.raises(EngineDead, match=f"Ray node {name}"):
+            llm.generate(PROMPTS, params, use_tqdm=False)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", [EXPERTS, "--tensor-parallel-size 2 --nnodes 2"])
+def test_a_server_under_ray_has_the_tokens_of_one_rank(tmp_path: Path, layout: str) -> None:
+    """The second layout needs both nodes for one replica."""
+    folder, answers, flags = save_trained(tmp_path)
+    where = ["--distributed-executor-backend", "ray", "--port", "0"]
+    arguments = ["serve", str(folder), *flags, *layout.split(), *where]
+    with ray_cluster() as (cluster, _):
+        environment = {"RAY_ADDRESS": cluster.address}
+        with started(arguments, tmp_path / "log", environment=environment) as process:
+            process.await_ready()
+            check(process, folder, answers, num_ranks=0)
