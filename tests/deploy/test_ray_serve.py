@@ -24,7 +24,11 @@ from tests.parallel.test_serving import PROMPTS, plain_answers
 from tests.patience import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.more
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'ray[serve]'")
+
+
+@pytest.fixture(autouse=True)
+def serve_is_installed() -> None:
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'ray[serve]'")
 
 
 def test_serve_accepts_the_file() -> None:

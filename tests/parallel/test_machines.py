@@ -86,6 +86,31 @@ def free_port(host: str) -> int:
         return int(sock.getsockname()[1])
 
 
+def tree(pid: int) -> list[int]:
+    """A process and what it has started."""
+    found = [pid]
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [p for child in path.read_text().split() for p in tree(int(child))]
+    return found
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process and its children listen."""
+    found = set()
+    for process in tree(pid):
+        links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
+        mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        for family, kind in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+            for line in Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]:
+                local, state = line.split()[1], line.split()[3]
+                if state == "0A" and line.split()[9] in mine:
+                    words = bytes.fromhex(local.partition(":")[0])
+                    # Each word of four bytes is in the order of this machine.
+                    parts = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
+                    found.add(socket.inet_ntop(family, b"".join(parts)))
+    return found
+
+
 def save_trained(tmp_path: Path) -> tuple[Path, list[Any], list[str]]:
     """A MoE with an MTP layer some of whose drafts are right; its answers; flags to serve it."""
     plain, folder = tmp_path / "plain", tmp_path / "model"
@@ -115,6 +140,8 @@ def test_mtp_over_two_machines_has_the_tokens_of_one_rank(tmp_path: Path, layout
             arguments = [*flags, "--port", "0"]
             with started(arguments, tmp_path / "log", environment=KEY) as process:
                 process.await_ready()
+                assert listening(process.popen.pid) == {wiring.here, "127.0.0.1"}  # HTTP: loopback
+                assert listening(node.pid) == {wiring.there}
                 check(process, folder, answers, num_ranks=1)
             assert node.wait(PATIENCE_S) == 0, (tmp_path / "node.log").read_text()
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_a_server_serves_each_key_within_its_limits_and_logs_who_was_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    path = write(tmp_path / "keys", "small-key tokens_per_minute=1\nlarge-key\n")
+    path = write(tmp_path / "keys", "small-key name=small tokens_per_minute=1\nlarge-key\n")
     fields = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
     with serving(FakeClient(), api_key_file=path) as server:
 
@@ -120,4 +121,5 @@ def test_a_server_serves_each_key_within_its_limits_and_logs_who_was_refused(
         assert post("stolen-key")[0] == 401
         assert server.get("/health").status == 200
     assert "refused 127.0.0.1: the API key is wrong" in caplog.text
-    assert "stolen-key" not in caplog.text
+    assert re.search(r"/v1/completions 429 .* key small: This API key has used", caplog.text)
+    assert not re.search("stolen-key|small-key|large-key", caplog.text)
