@@ -41,7 +41,7 @@ def test_a_lone_request_takes_its_own_steps_under_every_rule(rule: str) -> None:
 def conversations(num: int, num_turns: int) -> list[Arrival]:
     """Each turn begins with all blocks of the turn before. An odd number of them, so that turns do
     not meet their replica by chance."""
-    found = []
+    found: list[Arrival] = []
     for turn in range(num_turns):
         for talk in range(num):
             blocks = tuple(1000 * talk + i for i in range(8 * (turn + 1)))
