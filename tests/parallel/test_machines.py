@@ -154,31 +154,78 @@ def _is_open(port: int) -> bool:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
+def torchrun(flags: str, where: str, inside: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """`torchrun ... -m paceline serve`; its script may not be on the path, and is this module."""
+    command = [*inside, sys.executable, "-m", "torch.distributed.run", *where.split(), "-m"]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [*command, "paceline", "serve", *flags.split()],
+            cwd=ROOT, env={**os.environ, **KEY}, stdout=file, stderr=file,
+        )  # fmt: skip
+
+
+def first_answer(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """The tokens of the first prompt, when the server is there."""
+    url = f"http://127.0.0.1:{port}"
+    ready = ["curl", "-sf", f"{url}/readyz"]
+
+    def is_ready() -> bool:
+        assert all(p.poll() is None for p in processes), "torchrun has ended"
+        return subprocess.run(ready, capture_output=True, check=False).returncode == 0
+
+    wait_for(is_ready)
+    fields = {"model": str(folder), "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
+    body = json.dumps({**fields, "ignore_eos": True, "return_token_ids": True})
+    ask = ["curl", "-s", "-H", "Content-Type: application/json", "-d", body]
+    reply = subprocess.run([*ask, f"{url}/v1/completions"], capture_output=True, check=True)
+    tokens: list[int] = json.loads(reply.stdout)["choices"][0]["token_ids"]
+    return tokens
+
+
+def end(processes: list[subprocess.Popen[bytes]], port: int) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        process.wait(PATIENCE_S)
+    wait_for(lambda: not _is_open(port))
+
+
 @pytest.mark.more
-def test_torchrun_starts_the_server_as_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [EXPERTS, "--tensor-parallel-size 2"])
+def test_torchrun_starts_the_server_as_written(tmp_path: Path, layout: str) -> None:
     folder = tmp_path / "model"
     save_served(folder, "mixtral")
     ((_, tokens),) = plain_answers(folder)[:1]
     port = free_port("127.0.0.1")
-    run = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port('127.0.0.1')}"
-    serve = f"-m paceline serve {folder} {EXPERTS} {ON_CPU} --port {port}"
-    with (tmp_path / "log").open("w") as log:
-        torchrun = subprocess.Popen(
-            [sys.executable, *run.split(), *serve.split()], cwd=ROOT, stdout=log, stderr=log
-        )
+    where = f"--nproc-per-node 2 --master-port {free_port('127.0.0.1')}"
+    flags = f"{folder} {layout} {ON_CPU} --port {port}"
+    processes = [torchrun(flags, where, [], tmp_path / "log")]
     try:
-        fields = {"model": str(folder), "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
-        body = json.dumps({**fields, "ignore_eos": True, "return_token_ids": True})
-        url = f"http://127.0.0.1:{port}"
-        ready = ["curl", "-sf", f"{url}/readyz"]
-        wait_for(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
-        ask = ["curl", "-s", "-H", "Content-Type: application/json", "-d", body]
-        reply = subprocess.run([*ask, f"{url}/v1/completions"], capture_output=True, check=True)
-        assert json.loads(reply.stdout)["choices"][0]["token_ids"] == tokens
+        assert first_answer(folder, port, processes) == tokens
     finally:
-        torchrun.send_signal(signal.SIGTERM)
-        torchrun.wait(PATIENCE_S)
-    wait_for(lambda: not _is_open(port))
+        end(processes, port)
+
+
+@pytest.mark.more
+def test_torchrun_on_two_machines_starts_one_engine(tmp_path: Path) -> None:
+    """One rank of a replica on each."""
+    folder = tmp_path / "model"
+    save_served(folder, "mixtral")
+    ((_, tokens),) = plain_answers(folder)[:1]
+    port = free_port("127.0.0.1")
+    with two_machines() as wiring:
+        where = f"--nnodes 2 --nproc-per-node 1 --master-addr {wiring.here}"
+        where += f" --master-port {free_port(wiring.here)}"
+        flags = f"{folder} --tensor-parallel-size 2 {ON_CPU} --port {port}"
+        flags += f" --master-port {free_port(wiring.here)}"
+        processes = [
+            torchrun(flags, f"{where} --node-rank {number}", inside, tmp_path / f"log{number}")
+            for number, inside in enumerate(([], wiring.command))
+        ]
+        try:
+            assert first_answer(folder, port, processes) == tokens
+        finally:
+            end(processes, port)
 
 
 @contextlib.contextmanager

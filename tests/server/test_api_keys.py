@@ -69,6 +69,24 @@ def test_the_file_is_read_again_when_it_changes_and_open_requests_still_count(
     assert keys.find(b"alice-key") is None
 
 
+def test_a_key_is_compared_with_all_keys_whichever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time does not tell which key is right, or how much of it."""
+    keys = ApiKeys("flag-key", write(tmp_path / "keys", ALICE + BOB))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("paceline.server.api_keys.hmac.compare_digest", compare)
+    for key in (b"flag-key", b"bob-key", b"alice-ke", b"", b"x" * 1000):
+        compared.clear()
+        keys.find(key)
+        assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 3
+
+
 @pytest.mark.parametrize("text", ["", "# none\n", "k max_open=-1", "k limit=3", "k max_open"])
 def test_a_broken_file_ends_the_start_but_not_a_running_server(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"keys"):
