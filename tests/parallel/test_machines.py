@@ -6,6 +6,7 @@ The second machine is a network namespace where one can be made, else another lo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -34,6 +35,9 @@ EXPERTS = "--data-parallel-size 2 --enable-expert-parallel"
 ON_CPU = "--device cpu --stall-timeout 20 --cpu-threads 1"
 
 
+_number = itertools.count()
+
+
 @dataclass
 class Wiring:
     """Two machines' addresses, and what runs a command on the second one."""
@@ -45,9 +49,11 @@ class Wiring:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[Wiring]:
-    name = f"pl{os.getpid()}"
+    # Another name each time: the kernel takes a namespace away some time after it was deleted.
+    number = os.getpid() + next(_number) * 7
+    name = f"pl{number}"
     inside = ["ip", "netns", "exec", name]
-    net = f"10.213.{os.getpid() % 250}"
+    net = f"10.213.{number % 250}"
     steps = [
         ["ip", "netns", "add", name],
         ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name],
@@ -69,7 +75,8 @@ def two_machines() -> Iterator[Wiring]:
     try:
         yield Wiring(f"{net}.1", f"{net}.2", inside)
     finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        for rest in (["ip", "link", "del", name], ["ip", "netns", "del", name]):
+            subprocess.run(rest, capture_output=True, check=False)
 
 
 def check_route(address: str, inside: list[str]) -> None:
@@ -152,6 +159,41 @@ def test_mtp_over_two_machines_has_the_tokens_of_one_rank(tmp_path: Path, layout
 def _is_open(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", [EXPERTS, "--tensor-parallel-size 2"])
+def test_a_machine_that_vanishes_is_named_and_nothing_of_the_engine_is_left(
+    tmp_path: Path, layout: str
+) -> None:
+    """Its network goes down, so neither machine hears of the other's end."""
+    folder = tmp_path / "model"
+    save_served(folder, "mixtral")
+    with two_machines() as wiring, (tmp_path / "node.log").open("w") as log:
+        if not wiring.command:
+            pytest.skip("network namespaces cannot be made here")
+        where = f"--nnodes 2 --master-addr {wiring.here} --master-port {free_port(wiring.here)}"
+        flags = ["serve", str(folder), *layout.split(), *ON_CPU.split(), *where.split()]
+        flags += ["--max-restarts", "0", "--stall-timeout", "5"]
+        node = subprocess.Popen(
+            [*wiring.command, *PACELINE, *flags, "--headless", "--node-rank", "1"],
+            cwd=ROOT, env={**os.environ, **KEY}, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            with started([*flags, "--port", "0"], tmp_path / "log", environment=KEY) as process:
+                process.await_ready()
+                there = tree(node.pid)
+                assert len(there) == 2, "a node and its rank"
+                down = [*wiring.command, "ip", "link", "set", "eth0", "down"]
+                subprocess.run(down, check=True)
+                assert process.await_exit() == 1
+                assert f"node 1 at {wiring.there}" in process.said()
+            assert node.wait(PATIENCE_S) == 1
+            assert f"node 0 at {wiring.here}" in (tmp_path / "node.log").read_text()
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))
+        finally:
+            node.kill()
+            node.wait()
 
 
 def torchrun(flags: str, where: str, inside: list[str], log: Path) -> subprocess.Popen[bytes]:
