@@ -87,7 +87,7 @@ $(VENV)/.triton: $(VENV)/.torch
 
 $(eval $(call extras_stamp,server,server$(comma)tools))
 $(eval $(call extras_stamp,test,server$(comma)test))
-$(eval $(call extras_stamp,more,server$(comma)test$(comma)ray))
+$(eval $(call extras_stamp,more,server$(comma)test$(comma)ray-serve))
 $(eval $(call extras_stamp,dev,server$(comma)test$(comma)dev))
 $(eval $(call extras_stamp,bench,server$(comma)bench))
 

@@ -150,7 +150,7 @@ class NodeConfig:
         """Of node 0."""
         return self.master_addr or self.data_parallel_address
 
-    def check(self, data_parallel_size: int) -> None:
+    def check(self, data_parallel_size: int, *, is_placed: bool) -> None:
         check_positive(nnodes=self.nnodes, join_timeout=self.join_timeout)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"node_rank is {self.node_rank}; it is 0 to nnodes - 1.")
@@ -164,7 +164,7 @@ class NodeConfig:
             )
         if (self.data_parallel_start_rank or 0) < 0:
             raise ConfigError("data_parallel_start_rank must be at least 0.")
-        if self.are_several(data_parallel_size) and not self.address:
+        if self.are_several(data_parallel_size) and not self.address and not is_placed:
             raise ConfigError(
                 "Several machines need --master-addr, an address of node 0 that the others reach."
             )
@@ -279,7 +279,7 @@ class EngineConfig:
                 f"distributed_executor_backend is {d.distributed_executor_backend!r}; use mp or "
                 "ray."
             )
-        self.nodes.check(d.data_parallel_size)
+        self.nodes.check(d.data_parallel_size, is_placed=d.distributed_executor_backend == "ray")
         if self.is_on_several_machines and d.check_collectives:
             raise ConfigError("check_collectives compares in shared memory: it needs one machine.")
         if (d.max_restarts or 0) < 0:

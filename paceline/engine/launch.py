@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ _ALONE = RankSpawn()
 _STOP_S = 1.0  # a rank that does not read its Stop in this time is killed
 _MFD_CLOEXEC = 1
 _Process = subprocess.Popen[bytes]
+_NO_LINKS: Mapping[int, socket.socket] = {}
 # A plain interpreter and not multiprocessing's spawn, which imports the caller's main module
 # again: a script without an `if __name__ == "__main__"` guard could not use `LLM`.
 _BOOTSTRAP = (
@@ -248,16 +249,18 @@ def start_ranks(
 def start_some_ranks(
     start: Callable[[RankSpawn], _AnyProcess],
     where: RankPlace,
-    replicas: Sequence[int] | None = None,
+    here: Sequence[int] | None = None,
     listener: socket.socket | None = None,
+    plan_links: Mapping[int, socket.socket] = _NO_LINKS,
 ) -> tuple[dict[int, _AnyProcess], Beats]:
-    """Start the ranks of a group that are on this machine, or none. `replicas` None: all.
+    """Start the ranks of a group that are on this machine, or none. `here` None: all.
 
     `listener`: the group's first rank is here, and other machines find its store by this socket.
+    `plan_links`: see plan_links.py.
     """
     started: dict[int, _AnyProcess] = {}
     with contextlib.ExitStack() as ends, _interrupt_blocked():
-        spawns = _rank_spawns(where, ends, replicas)
+        spawns = _rank_spawns(where, ends, here, plan_links)
         assert spawns[0].beats is not None
         beats = Beats(spawns[0].beats, where.layout.num_ranks)
         if listener is not None:
@@ -274,12 +277,17 @@ def start_some_ranks(
 
 
 def _rank_spawns(
-    where: RankPlace, ends: contextlib.ExitStack, replicas: Sequence[int] | None = None
+    where: RankPlace,
+    ends: contextlib.ExitStack,
+    here: Sequence[int] | None = None,
+    plan_links: Mapping[int, socket.socket] = _NO_LINKS,
 ) -> list[RankSpawn]:
     """The place and the descriptors of each rank. They are open here until `ends` closes them."""
     layout = where.layout
-    here = range(layout.data_parallel) if replicas is None else replicas
-    is_whole = len(here) == layout.data_parallel
+    plans: dict[int, list[int]] = {
+        rank: [] for rank in (range(layout.num_ranks) if here is None else here)
+    }
+    is_whole = len(plans) == layout.num_ranks
     shared = [shared_file("beats", ends)]
     store, collectives = where.store, ""
     if layout.num_ranks > 1:
@@ -288,15 +296,16 @@ def _rank_spawns(
             store = path_of(shared[-1])
         shared.append(shared_file("collectives", ends))
         collectives = path_of(shared[-1])
-    plans: dict[int, list[int]] = {rank: [] for r in here for rank in layout.replica(r)}
     wake: dict[int, int] = {}
     wake_others: dict[int, list[int]] = {rank: [] for rank in plans}
-    for replica in here:
-        leader, *peers = layout.replica(replica)
-        for peer in peers:
+    for rank in plans:
+        leader = layout.leader_of(rank)
+        if leader != rank and leader in plans:
             near, far = (ends.enter_context(end) for end in connected_pair())
             plans[leader].append(near.fileno())
-            plans[peer].append(far.fileno())
+            plans[rank].append(far.fileno())
+    for peer, sock in plan_links.items():  # the leader is here, or the peer
+        plans[peer if peer in plans else layout.leader_of(peer)].append(sock.fileno())
     leaders = layout.leaders()
     is_joint = layout.spreads_experts and len(leaders) > 1  # else replicas are independent
     if is_joint and is_whole:

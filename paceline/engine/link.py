@@ -73,10 +73,11 @@ def admit(sock: socket.socket, key: bytes) -> bool:
 
 
 def dial(
-    address: tuple[str, int], source: str | None, key: bytes, give_up_s: float
+    address: tuple[str, int], source: str | None, key: bytes, give_up_s: float, who: str = "node 0"
 ) -> socket.socket:
-    """A node's side: connect to the front, which may start later than this node."""
-    name = f"node 0 at {address[0]} port {address[1]}"
+    """A node's side: connect to the front, which may start later than this node, or to the node
+    `who`."""
+    name = f"{who} at {address[0]} port {address[1]}"
     while True:
         left_s = give_up_s - time.monotonic()
         try:
@@ -94,7 +95,7 @@ def dial(
         _prove(sock, key, name)
     except OSError as error:
         sock.close()
-        raise EngineDead(f"{name} does not answer as a front of Paceline: {error}.") from None
+        raise EngineDead(f"{name} does not answer as a node of Paceline: {error}.") from None
     except BaseException:
         sock.close()
         raise
@@ -105,7 +106,7 @@ def _prove(sock: socket.socket, key: bytes, name: str) -> None:
     sock.settimeout(HANDSHAKE_S)
     greeting = read_exactly(sock, len(_MAGIC) + _SIZE)
     if greeting is None or not greeting.startswith(_MAGIC):
-        raise EngineDead(f"{name} is no front of Paceline, or one of another version.")
+        raise EngineDead(f"{name} is no node of Paceline, or one of another version.")
     mine = secrets.token_bytes(_SIZE)
     both = greeting[len(_MAGIC) :] + mine
     sock.sendall(mine + _answer(key, b"node", both))

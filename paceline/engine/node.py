@@ -6,6 +6,7 @@ process has opened; afterwards it only watches heartbeats and reports how each r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
@@ -19,6 +20,7 @@ from paceline.engine.boot import RankSpawn, decode_place
 from paceline.engine.launch import RankProcess, start_some_ranks
 from paceline.engine.life import RankWatch
 from paceline.engine.nodes import shared_options
+from paceline.engine.plan_links import PlanLinks
 from paceline.errors import ConfigError, EngineDead
 from paceline.parallel.placement import NodePart, node_part
 
@@ -54,10 +56,10 @@ class Node:
         self._key = link.key_of(nodes)
         self._front = (nodes.address, nodes.master_port)
         self._groups: dict[int, _Group] = {}  # by launch
-        self._listeners: dict[int, socket.socket] = {}  # by launch: for the store
+        self._listeners: dict[tuple[int, str], socket.socket] = {}  # by launch and use
         self._control = self._call(nodes.join_timeout)
         self._address = nodes.node_address or str(self._control.getsockname()[0])
-        hello = {"kind": "node", "node": part.number, "replicas": part.replicas}
+        hello = {"kind": "node", "node": part.number, "ranks": part.ranks}
         hello["label"] = f", {label}" if label else ""
         options = shared_options(config)
         link.send_json(self._control, {**hello, "address": self._address, "options": options})
@@ -103,9 +105,9 @@ class Node:
         group = self._groups.get(launch)
         match order["do"]:
             case "reserve":
-                self._listeners[launch] = link.listen(self._address, 0)
-                port = self._listeners[launch].getsockname()[1]
-                self._report(launch, "reserved", port=port)
+                listener = self._listeners[launch, order["use"]] = link.listen(self._address, 0)
+                port = listener.getsockname()[1]
+                self._report(launch, "reserved", use=order["use"], port=port)
             case "start":
                 try:
                     self._start(launch, order)
@@ -126,14 +128,20 @@ class Node:
             spawn = replace(spawn, may_use_gpu=order["may_use_gpu"])
             return RankProcess(str(order["factory"]), spawn, sock)
 
-        listener = self._listeners.pop(launch, None)
-        try:
-            ranks, beats = start_some_ranks(start, place, order["replicas"], listener)
-        finally:
-            if listener is not None:
-                listener.close()
+        leaders = {int(peer): str(address) for peer, address in order["leaders"].items()}
+        with contextlib.ExitStack() as ends:
+            mine = {use: ends.enter_context(sock) for use, sock in self._take_listeners(launch)}
+            links = PlanLinks(
+                place.layout, leaders, order["ranks"], self._key, self._config.device.stall_timeout
+            )
+            opened = links.open(ends, mine.get("plans"), self._config.nodes.node_address)
+            ranks, beats = start_some_ranks(start, place, order["ranks"], mine.get("store"), opened)
         watch = RankWatch(beats, ranks, self._config.device.stall_timeout, place.first_rank)
         self._groups[launch] = _Group(ranks, watch)
+
+    def _take_listeners(self, launch: int) -> list[tuple[str, socket.socket]]:
+        mine = [which for which in self._listeners if which[0] == launch]
+        return [(use, self._listeners.pop((launch, use))) for _, use in mine]
 
     def _report_ends(self) -> None:
         for launch, group in list(self._groups.items()):

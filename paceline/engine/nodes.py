@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from paceline.config import EngineConfig
 from paceline.engine import link
 from paceline.engine.launch import EngineHandle, EngineProcess, start_some_ranks, tell_to_stop
 from paceline.engine.life import RankWatch
+from paceline.engine.plan_links import PlanLinks
 from paceline.engine.transport import Channel
 from paceline.errors import EngineDead, PacelineError
-from paceline.parallel.placement import NodePart, RankPlace, node_part
+from paceline.parallel.placement import Layout, NodePart, RankPlace, layout_of, node_part
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,11 @@ class RemoteNode:
         self._changed = changed
         self._lock = threading.Lock()
         self.number = int(hello["node"])
-        self.replicas = [int(r) for r in hello["replicas"]]
+        self.ranks = [int(r) for r in hello["ranks"]]
         self.address = str(hello["address"])
         self.name = f"node {self.number} at {self.address}{hello['label']}"
         self.is_gone = False
-        self.store_ports: dict[int, int] = {}  # by launch
+        self.ports: dict[tuple[int, str], int] = {}  # by launch and use
         self.exits: dict[tuple[int, int], tuple[int, str]] = {}  # (launch, rank): code, reason
         self.verdicts: dict[tuple[int, int], str] = {}
         self.failures: dict[int, str] = {}  # by launch: why it could not start ranks
@@ -80,7 +81,7 @@ class RemoteNode:
         launch = int(report["launch"])
         match report["kind"]:
             case "reserved":
-                self.store_ports[launch] = int(report["port"])
+                self.ports[launch, str(report["use"])] = int(report["port"])
             case "failed":
                 self.failures[launch] = str(report["reason"])
             case "ended":
@@ -176,6 +177,7 @@ class _Launch:
 
     number: int
     arrived: dict[int, socket.socket] = field(default_factory=dict)
+    listeners: dict[str, socket.socket] = field(default_factory=dict)  # of this machine, by use
 
 
 class Nodes:
@@ -259,14 +261,13 @@ class Nodes:
         node = RemoteNode(sock, hello, self._changed)
         with self._changed:
             refusal = self._objection(node, hello["options"])
-            # Before it counts as joined: orders go over the same connection.
-            link.send_json(sock, {"refusal": refusal})
+            link.send_json(sock, {"refusal": refusal})  # before any order
             if refusal is None:
                 self._joined[node.number] = node
                 self._changed.notify_all()
         if refusal is not None:
             raise PacelineError(refusal)
-        logger.info("%s has joined with replicas %s", node.name, node.replicas)
+        logger.info("%s has joined with ranks %s", node.name, node.ranks)
         return node
 
     def _objection(self, node: RemoteNode, options: dict[str, Any]) -> str | None:
@@ -281,32 +282,32 @@ class Nodes:
                 continue
             if other.number == node.number:
                 return f"{other.name} has joined already; give each node its own --node-rank."
-            if set(other.replicas) & set(node.replicas):
-                return f"{other.name} has replicas {other.replicas}, which this node has too."
-        if set(self._part.replicas) & set(node.replicas):
-            return f"node 0 has replicas {list(self._part.replicas)}, which this node has too."
+            if set(other.ranks) & set(node.ranks):
+                return f"{other.name} has ranks {other.ranks}, which this node has too."
+        if set(self._part.ranks) & set(node.ranks):
+            return f"node 0 has ranks {list(self._part.ranks)}, which this node has too."
         return None
 
     # ---- waits
 
     def await_all(self) -> None:
-        """Return when every replica has a node. Raises which is missing."""
+        """Return when every rank has a node. Raises which is missing."""
         limit_s = self._config.nodes.join_timeout
-        needed = set(range(self._config.device.data_parallel_size))
+        needed = set(range(layout_of(self._config).num_ranks))
 
         def missing() -> list[int]:
             return sorted(needed - set(self._homes()))
 
         if missing():
-            logger.info("waiting for the nodes of replicas %s", missing())
+            logger.info("waiting for the nodes of ranks %s", missing())
         self._wait(lambda: not missing(), limit_s, lambda: self._absent(missing(), limit_s))
 
-    def _absent(self, replicas: list[int], limit_s: float) -> str:
+    def _absent(self, ranks: list[int], limit_s: float) -> str:
         num_nodes = self._config.nodes.nnodes
         present = {n.number for n in self._joined.values() if not n.is_gone}
         absent = [str(n) for n in range(1, num_nodes) if n not in present]
-        names = f"node {' and '.join(absent)} (replicas {replicas})" if absent else (
-            f"the nodes of replicas {replicas}"
+        names = f"node {' and '.join(absent)} (ranks {ranks})" if absent else (
+            f"the nodes of ranks {ranks}"
         )  # fmt: skip
         refused = f" Refused: {'; '.join(self._refusals)}." if self._refusals else ""
         return (
@@ -324,11 +325,11 @@ class Nodes:
                 raise EngineDead(error())
 
     def _homes(self) -> dict[int, RemoteNode | None]:
-        """The node of each replica; None: this machine."""
-        homes: dict[int, RemoteNode | None] = dict.fromkeys(self._part.replicas)
+        """The node of each rank of the engine; None: this machine."""
+        homes: dict[int, RemoteNode | None] = dict.fromkeys(self._part.ranks)
         for node in self._joined.values():
             if not node.is_gone:
-                homes |= dict.fromkeys(node.replicas, node)
+                homes |= dict.fromkeys(node.ranks, node)
         return homes
 
     # ---- groups
@@ -342,87 +343,121 @@ class Nodes:
             self._num_launches += 1
             launch = self._launches[self._num_launches] = _Launch(self._num_launches)
             homes = self._homes()
-        first = where.first_rank // where.layout.tensor_parallel
         parts: dict[RemoteNode | None, list[int]] = {}
-        for replica in range(where.layout.data_parallel):
-            parts.setdefault(homes[first + replica], []).append(replica)
-        others = {node: replicas for node, replicas in parts.items() if node is not None}
-        is_spread = len(parts) > 1
+        for rank in range(where.layout.num_ranks):
+            parts.setdefault(homes[where.first_rank + rank], []).append(rank)
+        others = {node: ranks for node, ranks in parts.items() if node is not None}
         may_use_gpu = config.device.device != "cpu"
-        watch, listener = None, None
+        watch, leaders = None, dict[int, str]()
         started: dict[int, EngineHandle] = {}
-        try:
-            if is_spread:
-                where, listener = self._reserve_store(launch.number, where, homes[first])
-            for node, replicas in others.items():
-                place = self._place(where, homes, node, node.address if is_spread else "")
-                order = {"launch": launch.number, "place": asdict(place), "replicas": replicas}
-                node.tell(do="start", factory=factory, may_use_gpu=may_use_gpu, **order)
-            if None in parts:
-                place = self._place(where, homes, None, self._address if is_spread else "")
-                local, beats = start_some_ranks(
-                    lambda spawn: EngineProcess(factory, replace(spawn, may_use_gpu=may_use_gpu)),
-                    place,
-                    parts[None],
-                    listener,
-                )
-                started |= local
-                watch = RankWatch(beats, local, config.device.stall_timeout, where.first_rank)
-            for node, replicas in others.items():
-                started |= self._await_ranks(launch, where, node, replicas)
-        except BaseException:
-            for handle in started.values():
-                handle.kill()
-            for sock in launch.arrived.values():
-                sock.close()
-            raise
-        finally:
-            with self._changed:
-                del self._launches[launch.number]
-            if listener is not None:
-                listener.close()
+        with contextlib.ExitStack() as ends:
+            try:
+                if len(parts) > 1:
+                    store = self._reserve(launch, homes[where.first_rank], "store", ends)
+                    where = replace(where, store=store)
+                    leaders = self._reserve_plans(launch, where, homes, ends)
+                for node, ranks in others.items():
+                    place = self._place(where, homes, node)
+                    order = {"launch": launch.number, "place": asdict(place), "ranks": ranks}
+                    order |= {"factory": factory, "may_use_gpu": may_use_gpu, "leaders": leaders}
+                    node.tell(do="start", **order)
+                if None in parts:
+                    links = self._links(where.layout, leaders, parts[None])
+                    local, beats = start_some_ranks(
+                        lambda spawn: EngineProcess(
+                            factory, replace(spawn, may_use_gpu=may_use_gpu)
+                        ),
+                        self._place(where, homes, None),
+                        parts[None],
+                        launch.listeners.get("store"),
+                        links.open(
+                            ends,
+                            launch.listeners.get("plans"),
+                            check=lambda: self._check(launch, others),
+                        ),
+                    )
+                    started |= local
+                    watch = RankWatch(beats, local, config.device.stall_timeout, where.first_rank)
+                for node, ranks in others.items():
+                    started |= self._await_ranks(launch, node, ranks)
+            except BaseException:
+                for handle in started.values():
+                    handle.kill()
+                for sock in launch.arrived.values():
+                    sock.close()
+                raise
+            finally:
+                with self._changed:
+                    del self._launches[launch.number]
         return [started[rank] for rank in sorted(started)], NodesWatch(
             launch.number, watch, list(others)
         )
 
-    @staticmethod
+    def _links(self, layout: Layout, leaders: dict[int, str], here: list[int]) -> PlanLinks:
+        return PlanLinks(layout, leaders, here, self._key, self._config.device.stall_timeout)
+
     def _place(
-        where: RankPlace,
-        homes: dict[int, RemoteNode | None],
-        node: RemoteNode | None,
-        address: str,
+        self, where: RankPlace, homes: dict[int, RemoteNode | None], node: RemoteNode | None
     ) -> RankPlace:
         """The group's first rank, as the ranks of one node see it."""
-        mine = sorted(replica for replica, home in homes.items() if home is node)
-        size = where.layout.tensor_parallel
+        mine = sorted(rank for rank, home in homes.items() if home is node)
+        address = self._address if node is None else node.address
         return replace(
-            where, address=address, first_local=mine[0] * size, num_local=len(mine) * size
+            where,
+            address=address if where.store else "",
+            first_local=mine[0],
+            num_local=len(mine),
         )
 
-    def _reserve_store(
-        self, launch: int, where: RankPlace, node: RemoteNode | None
-    ) -> tuple[RankPlace, socket.socket | None]:
-        """Bind the port of the group's store on the machine of its first rank."""
+    def _reserve_plans(
+        self,
+        launch: _Launch,
+        where: RankPlace,
+        homes: dict[int, RemoteNode | None],
+        ends: contextlib.ExitStack,
+    ) -> dict[int, str]:
+        """See PlanLinks.leaders."""
+        found: dict[int, str] = {}
+        listening: dict[RemoteNode | None, str] = {}
+        for rank in range(where.layout.num_ranks):
+            home = homes[where.first_rank + where.layout.leader_of(rank)]
+            if home is not homes[where.first_rank + rank]:
+                if home not in listening:
+                    listening[home] = self._reserve(launch, home, "plans", ends)
+                found[rank] = listening[home]
+        return found
+
+    def _reserve(
+        self, launch: _Launch, node: RemoteNode | None, use: str, ends: contextlib.ExitStack
+    ) -> str:
+        """Bind a port on a machine, which ranks of others connect to. Returns HOST:PORT."""
         if node is None:
             assert self._config.nodes.address is not None
-            listener = link.listen(self._config.nodes.address, 0)
+            listener = ends.enter_context(link.listen(self._config.nodes.address, 0))
+            launch.listeners[use] = listener
             host, port = listener.getsockname()[:2]
-            return replace(where, store=f"{host}:{port}"), listener
-        node.tell(do="reserve", launch=launch)
+            return f"{host}:{port}"
+        node.tell(do="reserve", launch=launch.number, use=use)
+        which = (launch.number, use)
         self._wait(
-            lambda: launch in node.store_ports or node.is_gone,
-            _START_S,
-            lambda: f"{node.name} hangs.",
+            lambda: which in node.ports or node.is_gone, _START_S, lambda: f"{node.name} hangs."
         )
-        if node.is_gone:
-            raise EngineDead(f"{node.name} is gone: its connection is closed")
-        return replace(where, store=f"{node.address}:{node.store_ports[launch]}"), None
+        self._check(launch, [node])
+        return f"{node.address}:{node.ports[which]}"
+
+    def _check(self, launch: _Launch, nodes: Iterable[RemoteNode]) -> None:
+        """Raises why a group cannot start."""
+        if self._is_closed:
+            raise EngineDead("The engine was closed.")
+        for node in nodes:
+            if launch.number in node.failures:
+                raise EngineDead(f"{node.name}: {node.failures[launch.number]}")
+            if node.is_gone:
+                raise EngineDead(f"{node.name} is gone: its connection is closed")
 
     def _await_ranks(
-        self, launch: _Launch, where: RankPlace, node: RemoteNode, replicas: list[int]
+        self, launch: _Launch, node: RemoteNode, ranks: list[int]
     ) -> dict[int, EngineHandle]:
-        ranks = [rank for r in replicas for rank in where.layout.replica(r)]
-
         def is_over() -> bool:
             return (
                 node.is_gone or launch.number in node.failures or set(ranks) <= set(launch.arrived)
@@ -431,10 +466,7 @@ class Nodes:
         self._wait(
             is_over, _START_S, lambda: f"{node.name} has not started its ranks in {_START_S:g} s."
         )
-        if launch.number in node.failures:
-            raise EngineDead(f"{node.name}: {node.failures[launch.number]}")
-        if node.is_gone:
-            raise EngineDead(f"{node.name} is gone: its connection is closed")
+        self._check(launch, [node])
         return {
             rank: RemoteRank(
                 node, launch.number, rank, Channel(launch.arrived.pop(rank)), self._changed

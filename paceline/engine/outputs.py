@@ -66,6 +66,12 @@ class SequenceOutput:
     Keeps the request and its tokens, so that another engine can go on with it.
     """
 
+    # Slots: a front has tens of thousands of these, and each step reads others of them.
+    __slots__ = (
+        "_detokenizer", "_eos", "_num_fruitless", "_prompt_logprobs", "_request", "_token_ids",
+        "_tokenizer", "finished", "generation", "index", "was_admitted",
+    )  # fmt: skip
+
     def __init__(
         self,
         generation: Generation,
@@ -141,8 +147,9 @@ class SequenceOutput:
             delta.logprobs = []
             if logprobs is not None:
                 delta.logprobs = self._tables(logprobs, self.generation.params.logprobs, count)
-        delta.finish_reason = done.finish_reason
-        self.finished = done is not Done.RUNNING
+        if done is not Done.RUNNING:
+            delta.finish_reason = done.finish_reason
+            self.finished = True
         self._attach_prompt_logprobs(delta)
         return delta
 

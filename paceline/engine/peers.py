@@ -77,8 +77,8 @@ class LeadingRunner:
     def send(self, kind: int, payload: bytes) -> None:
         frame = _HEADER.pack(len(payload), kind) + payload
         for peer in self._peers:
-            # The front notices a peer that has ended, and ends this rank.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # The front notices a peer that has ended or whose machine is gone, and ends this rank.
+            with contextlib.suppress(OSError):
                 try:
                     peer.sendall(frame)
                 except TimeoutError as error:
@@ -148,8 +148,8 @@ def _read_frame(leader: socket.socket) -> tuple[int, bytes] | None:
             return None
         size, kind = _HEADER.unpack(header)
         payload = read_exactly(leader, size)
-    except TimeoutError as error:
-        raise CollectiveError(
-            f"the leader of this replica has sent nothing for {leader.gettimeout():g} s."
-        ) from error
+    except OSError as error:
+        waited_s = leader.gettimeout() if isinstance(error, TimeoutError) else None
+        why = "cannot be reached" if waited_s is None else f"has sent nothing for {waited_s:g} s"
+        raise CollectiveError(f"the leader of this replica {why}.") from error
     return None if payload is None else (kind, payload)

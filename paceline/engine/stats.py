@@ -101,12 +101,12 @@ class EngineStats:
             self._take_times(times)
         self.num_wasted_rows += gauges.num_wasted_rows
         self.num_preemptions += len(message.events.preempted)
-        num_draft_tokens = int(result.num_drafts_B.sum())
+        num_draft_tokens = sum(result.num_drafts_B.tolist())  # few rows: faster than numpy
         if num_draft_tokens:
             self.num_draft_tokens += num_draft_tokens
             self._count_accepted(result)
         if result.num_forced_B is not None:
-            self.num_forced_tokens += int(result.num_forced_B.sum())
+            self.num_forced_tokens += sum(result.num_forced_B.tolist())
 
     def forget(self, replica: int) -> None:
         """The replica's engine has ended: it has no load, and its totals stay."""

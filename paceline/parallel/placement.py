@@ -32,6 +32,9 @@ class Layout:
         first = index * self.tensor_parallel
         return list(range(first, first + self.tensor_parallel))
 
+    def leader_of(self, rank: int) -> int:
+        return rank - rank % self.tensor_parallel
+
     def groups(self) -> list[Layout]:
         """The parts that start and end on their own. Replicas that spread experts are one group;
         other replicas share nothing."""
@@ -103,40 +106,48 @@ ONLY_RANK = RankPlace()
 
 @dataclass(frozen=True, slots=True)
 class NodePart:
-    """The replicas of one machine."""
+    """The ranks of one machine, by their numbers in the engine."""
 
     number: int = 0  # of the machine; 0 has the front
-    replicas: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 def node_part(config: EngineConfig) -> NodePart:
-    """What this machine has. Without options for several machines: all replicas."""
-    nodes, size = config.nodes, config.device.data_parallel_size
+    """What this machine has. Without options for several machines: all ranks."""
+    nodes, layout = config.nodes, layout_of(config)
     count = nodes.data_parallel_size_local
-    if count is None:
-        count, rest = divmod(size, nodes.nnodes)
-        if rest or not count:
-            raise ConfigError(
-                f"data_parallel_size {size} does not divide over nnodes {nodes.nnodes}. All ranks "
-                "of a replica are on one node: use a multiple of nnodes, or give "
-                "--data-parallel-size-local on each node."
-            )
-    first = nodes.data_parallel_start_rank
-    if first is None:
+    count = even_share(layout, nodes.nnodes) if count is None else count * layout.tensor_parallel
+    if nodes.data_parallel_start_rank is None:
         first = (nodes.node_rank or 0) * count
+    else:
+        first = nodes.data_parallel_start_rank * layout.tensor_parallel
     number = nodes.node_rank if nodes.node_rank is not None else -(-first // max(count, 1))
-    if first + count > size or count < 1:
+    if first + count > layout.num_ranks or count < 1:
         raise ConfigError(
-            f"node {number} would have {count} replicas from {first} on, and data_parallel_size is "
-            f"{size}."
+            f"node {number} would have {count} ranks from {first} on, and tensor_parallel_size x "
+            f"data_parallel_size is {layout.num_ranks}."
         )
     if nodes.headless != (number > 0) or nodes.headless != (first > 0):
         raise ConfigError(
-            f"node {number} has the replicas from {first} on. Node 0 has the first replicas and "
-            "serves HTTP; every other node needs --headless, and --node-rank or "
+            f"node {number} has the ranks from {first} on. Node 0 has the first ranks and serves "
+            "HTTP; every other node needs --headless, and --node-rank or "
             "--data-parallel-start-rank."
         )
     return NodePart(number, tuple(range(first, first + count)))
+
+
+def even_share(layout: Layout, num_nodes: int) -> int:
+    """Ranks of each machine: those of whole replicas, or an even part of one replica."""
+    if layout.data_parallel % num_nodes == 0:
+        return layout.num_ranks // num_nodes
+    nodes_per_replica, rest = divmod(num_nodes, layout.data_parallel)
+    if rest or layout.tensor_parallel % nodes_per_replica:
+        raise ConfigError(
+            f"data_parallel_size {layout.data_parallel} does not divide over nnodes {num_nodes}, "
+            f"nor tensor_parallel_size {layout.tensor_parallel} over the nodes of a replica. Use "
+            "a multiple of nnodes, or give --data-parallel-size-local on each node."
+        )
+    return layout.tensor_parallel // nodes_per_replica
 
 
 def layout_of(config: EngineConfig) -> Layout:

@@ -99,6 +99,8 @@ class RequestMiddleware:
         line = f"{scope['method']} {_printable(path)} {status} {took_s * 1000:.1f} ms"
         if job is not None:
             line += f" {job.log_summary()}"
+        if "key_name" in state:
+            line += f" key {state['key_name']}"
         if failure is None or failure.status == CLIENT_CLOSED_REQUEST:
             state["log"].info("%s", line)
         else:
@@ -112,6 +114,7 @@ class RequestMiddleware:
         scheme, _, token = given.partition(" ")
         account = self._keys.find(token.strip().encode("latin-1"))
         if account is not None and scheme.lower() == "bearer":
+            scope["state"]["key_name"] = account.name
             account.begin(time.monotonic())
             return account
         client = scope.get("client")

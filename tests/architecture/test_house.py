@@ -97,3 +97,24 @@ def test_triton_lives_in_kernel_files_only() -> None:
         if any(name.split(".")[0] == "triton" for name in names):
             pattern = r"paceline/kernels/(\w+/(triton|hopper)(/\w+)?|gpu/device)\.py$"
             assert re.match(pattern, source.name), source.name
+
+
+# One reads weights with torch's restricted unpickler, one names the errors of numba's cache.
+READS_PICKLED_FILES = {"paceline/models/weights.py", "paceline/kernels/vector/jit.py"}
+PICKLING = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
+OBJECT_COLLECTIVE = re.compile(r"\w+_object(_list)?$")  # torch.distributed's, which unpickle
+
+
+def test_nothing_is_unpickled_from_a_socket() -> None:
+    for source in PACKAGE:
+        nodes = list(ast.walk(source.tree))
+        names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+        found = PICKLING & {name.split(".")[0] for name in names}
+        assert not found or source.name in READS_PICKLED_FILES, f"{source.name}: {found}"
+        calls = [dotted(n.func) for n in nodes if isinstance(n, ast.Call)]
+        collectives = [c for c in calls if c.startswith("dist.") and OBJECT_COLLECTIVE.search(c)]
+        assert not collectives, f"{source.name}: {collectives}"
+        loads = [n for n in nodes if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
+        for call in loads:
+            assert any(k.arg == "weights_only" for k in call.keywords), source.name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from paceline.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+RAY = DEPLOY / "ray"
+RULES = DEPLOY / "prometheus" / "rules.yaml"
 FROZEN = ROOT / "tests" / "architecture" / "frozen"
 FLAGS = {
     line.split()[-1] for line in (FROZEN / "cli_flags.txt").read_text().splitlines() if "--" in line
@@ -94,6 +98,24 @@ def test_the_nodes_of_a_leader_worker_set_start_one_engine() -> None:
     assert selector["spec"]["selector"] == labels
 
 
+def ray_serve() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((RAY / "serve.yaml").read_text(encoding="utf-8"))
+    return values
+
+
+def test_the_ray_serve_application_names_what_its_file_has() -> None:
+    (application,) = ray_serve()["applications"]
+    module, _, function = application["import_path"].partition(":")
+    tree = ast.parse((RAY / f"{module}.py").read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    (deployment,) = application["deployments"]
+    assert deployment["name"] in {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    _, *flags = application["args"]["flags"]
+    given = dict(flag.partition("=")[::2] for flag in flags)
+    assert given.keys() <= FLAGS
+    assert deployment["graceful_shutdown_timeout_s"] > int(given["--drain-timeout-s"])
+
+
 def test_pod_and_unit_wait_longer_than_the_drain_timeout() -> None:
     spec = next(m for m in manifests() if m["kind"] == "Deployment")["spec"]["template"]["spec"]
     flags = dict(f.split("=", 1) for f in deployed()["args"] if "=" in f)
@@ -114,23 +136,89 @@ def named(text: str) -> set[str]:
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
-def test_the_dashboard_reads_metrics_that_exist() -> None:
+def panels() -> list[dict[str, Any]]:
     dashboard = json.loads((DEPLOY / "grafana" / "paceline.json").read_text(encoding="utf-8"))
-    exprs = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
-    assert len(exprs) > 12
-    assert named(" ".join(exprs)) <= METRICS
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    found: list[dict[str, Any]] = dashboard["panels"]
+    return found
+
+
+def dashboard_expressions() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def test_the_dashboard_reads_metrics_that_exist() -> None:
+    assert len(dashboard_expressions()) > 12
+    assert named(" ".join(dashboard_expressions())) <= METRICS
+    assert len({panel["id"] for panel in panels()}) == len(panels())
 
 
 def test_rules_read_metrics_that_exist() -> None:
-    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text(encoding="utf-8"))
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     entries = rules["groups"][0]["rules"]
     recorded = {rule["record"] for rule in entries if "record" in rule}
     assert named(" ".join(rule["expr"] for rule in entries)) - recorded <= METRICS
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_accepts_the_rules() -> None:
-    path = DEPLOY / "prometheus" / "rules.yaml"
-    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+def run(*command: str | Path) -> None:
+    """Skips where the tool is not installed."""
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"{command[0]} is not installed (Debian: prometheus has promtool)")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_rules() -> None:
+    run("promtool", "check", "rules", RULES)
+
+
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    """Series over 40 minutes: a queue of 65, and an engine that dies every ten minutes."""
+    labels = 'instance="a", model_name="m"'
+    deaths = f'{{{labels}, cause="died"}}'
+    series = [
+        (f"paceline:num_requests_waiting{{{labels}}}", "65x40"),
+        (f"paceline:engine_restarts_total{deaths}", "0x9 1x9 2x9 3x9 4x4"),
+        (f"paceline:num_requests_running{{{labels}}}", "0x40"),
+    ]
+    wanted = {"PacelineQueueGrows": "warning", "PacelineEngineRestarts": "warning"}
+    silent = ["PacelineStandsStill", "PacelineKvCacheFull"]
+    alerts: list[dict[str, Any]] = [
+        {"eval_time": "40m", "alertname": name, "exp_alerts": []} for name in silent
+    ]
+    for name, severity in wanted.items():
+        given = {"severity": severity, "instance": "a", "model_name": "m"}
+        if name == "PacelineEngineRestarts":
+            given["cause"] = "died"
+        alerts.append({"eval_time": "40m", "alertname": name, "exp_alerts": [given]})
+    for alert in alerts:
+        alert["exp_alerts"] = [{"exp_labels": e} for e in alert["exp_alerts"]]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series],
+        "alert_rule_test": alerts,
+    }
+    # Without annotations, which the tool would compare too.
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    for rule in rules["groups"][0]["rules"]:
+        rule.pop("annotations", None)
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules), encoding="utf-8")
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [case]}))
+    run("promtool", "test", "rules", path)
+
+
+def test_promtool_accepts_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
+    exprs = [re.sub(r"\$__\w+", "5m", expr) for expr in dashboard_expressions()]
+    rules = [{"record": f"dashboard:panel_{i}", "expr": expr} for i, expr in enumerate(exprs)]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    run("promtool", "check", "rules", path)
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """With another program and user, because those are made at the installation."""
+    text = (DEPLOY / "systemd" / "paceline.service").read_text(encoding="utf-8")
+    text = text.replace("/opt/paceline/bin/paceline", sys.executable).replace("User=paceline", "")
+    unit = tmp_path / "paceline.service"
+    unit.write_text(text, encoding="utf-8")
+    run("systemd-analyze", "verify", "--man=no", unit)

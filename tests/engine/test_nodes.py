@@ -6,6 +6,7 @@ A machine is a thread of the test with a loopback address of its own; its ranks 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def test_a_node_that_does_not_fit_is_refused_with_the_reason(
 ) -> None:
     with listening() as (nodes, port):
         machine = Machine(node_config(port, **{"data_parallel_size_local": 1, **changes}))
-        if message is None:  # any number will do, as long as the replicas are its own
+        if message is None:  # any number will do, as long as no other node has its ranks
             nodes.await_all()
             return
         machine.join(PATIENCE_S)
@@ -161,7 +162,7 @@ def test_two_nodes_with_the_same_replicas_are_refused() -> None:
         Machine(node_config(port, **common, data_parallel_start_rank=2))
         later = node_config(port, **common, data_parallel_start_rank=2, node_rank=2)
         wait_for(lambda: bool(nodes._joined))
-        with pytest.raises(ConfigError, match=r"node 1 at .* has replicas \[2\], which this node"):
+        with pytest.raises(ConfigError, match=r"node 1 at .* has ranks \[2\], which this node"):
             run_node(later)
 
 
@@ -171,7 +172,7 @@ def test_a_node_that_is_missing_is_named_with_the_refusals() -> None:
         Machine(node_config(port, **common))
         with pytest.raises(ConfigError, match="another cluster key"):
             run_node(node_config(port, **common, node_rank=2, cluster_key="wrong key"))
-        with pytest.raises(EngineDead, match=r"node 2 \(replicas \[2\]\) did not join within 1 s"):
+        with pytest.raises(EngineDead, match=r"node 2 \(ranks \[2\]\) did not join within 1 s"):
             nodes.await_all()
         with pytest.raises(EngineDead, match=r"Refused: 127\.0\.0\.2: it has another cluster key"):
             nodes.await_all()
@@ -198,6 +199,23 @@ def test_a_front_that_does_not_know_the_key_learns_nothing_and_is_refused() -> N
             run_node(node_config(server.getsockname()[1]))
 
 
+def test_a_node_reads_that_it_has_joined_before_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front gives orders to nodes that are in its list."""
+    with listening() as (nodes, port):
+        was_listed: list[bool] = []
+        send = link.send_json
+
+        def watched(sock: socket.socket, value: dict[str, Any]) -> None:
+            if "refusal" in value:
+                was_listed.append(bool(nodes._joined))
+            send(sock, value)
+
+        monkeypatch.setattr(link, "send_json", watched)
+        Machine(node_config(port))
+        nodes.await_all()
+        assert was_listed == [False]
+
+
 def test_noise_on_the_port_is_closed_and_the_front_goes_on() -> None:
     with listening() as (nodes, port):
         for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
@@ -217,14 +235,15 @@ def test_a_key_is_needed_and_never_shown() -> None:
     ("changes", "message"),
     [
         ({"data_parallel_size": 3}, "data_parallel_size 3 does not divide over nnodes 2"),
-        ({"data_parallel_size": 1, "tensor_parallel_size": 2}, "of a replica are on one node"),
+        ({"data_parallel_size": 1, "tensor_parallel_size": 3}, "nor tensor_parallel_size 3 over"),
+        ({"data_parallel_size": 4, "tensor_parallel_size": 3, "nnodes": 6}, "does not divide over"),
         ({"node_rank": 1}, "every other node needs --headless"),
-        ({"headless": True}, "Node 0 has the first replicas"),
+        ({"headless": True}, "Node 0 has the first ranks"),
         ({"node_rank": 2}, "node_rank is 2"),
         ({"master_addr": None}, "Several machines need --master-addr"),
         ({"data_parallel_address": "10.0.0.9"}, "both mean node 0"),
-        ({"data_parallel_start_rank": 1}, "Node 0 has the first replicas"),
-        ({"data_parallel_size_local": 3}, "would have 3 replicas from 0 on"),
+        ({"data_parallel_start_rank": 1}, "Node 0 has the first ranks"),
+        ({"data_parallel_size_local": 3}, "would have 3 ranks from 0 on"),
         ({"check_collectives": True}, "needs one machine"),
     ],
 )
@@ -238,19 +257,27 @@ def test_options_that_contradict_each_other_are_refused(
 def test_the_options_of_data_parallel_alone_name_the_same_nodes() -> None:
     shape = {"nnodes": 1, "data_parallel_size": 4, "data_parallel_size_local": 2}
     there = {"data_parallel_start_rank": 2, "headless": True}
-    assert node_part(front_config(1, **shape)).replicas == (0, 1)
+    assert node_part(front_config(1, **shape)).ranks == (0, 1)
     part = node_part(front_config(1, **shape, **there))
-    assert (part.number, part.replicas) == (1, (2, 3))
+    assert (part.number, part.ranks) == (1, (2, 3))
 
 
 # ---- an engine on two machines
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_requests_on_two_machines_get_their_tokens_and_both_end(has_experts: bool) -> None:
+TWO_REPLICAS = {"data_parallel_size": 2}
+ONE_REPLICA = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [TWO_REPLICAS, {**TWO_REPLICAS, "enable_expert_parallel": True}, ONE_REPLICA],
+    ids=["replicas", "experts", "one replica"],
+)
+def test_requests_on_two_machines_get_their_tokens_and_both_end(shape: dict[str, Any]) -> None:
     port = free_port()
-    machine = Machine(node_config(port, enable_expert_parallel=has_experts))
-    with engine(port, enable_expert_parallel=has_experts) as client:
+    machine = Machine(node_config(port, **shape))
+    with engine(port, **shape) as client:
         streams = [submit(client, str(i), "abc", max_tokens=9) for i in range(4)]
         pump_until_finished(client, *streams)
         assert [s.text() for s in streams] == ["abcabcabc"] * 4
@@ -259,29 +286,35 @@ def test_requests_on_two_machines_get_their_tokens_and_both_end(has_experts: boo
     assert machine.error is None
 
 
-def test_a_machine_that_is_gone_is_named() -> None:
+@pytest.mark.parametrize(
+    ("shape", "name"), [(TWO_REPLICAS, "rank 1 (replica 1"), (ONE_REPLICA, "rank 1 (replica 0")]
+)
+def test_a_machine_that_is_gone_is_named(shape: dict[str, Any], name: str) -> None:
     port = free_port()
-    machine = Machine(node_config(port))
-    with engine(port) as client:
+    machine = Machine(node_config(port, **shape))
+    with engine(port, **shape) as client:
         streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(2)]
         while not all(s.deltas for s in streams):
             client.pump(1.0)
         machine.cut_off()
-        with pytest.raises(EngineDead, match=r"rank 1 \(replica 1, node 1 at 127\.0\.0\.2\)"):
+        with pytest.raises(EngineDead, match=re.escape(f"{name}, node 1 at 127.0.0.2)")):
             pump_for_ever(client)
     assert isinstance(machine.error, PacelineError)
 
 
-def test_requests_go_on_when_the_machine_joins_again() -> None:
+@pytest.mark.parametrize(
+    "shape", [{**TWO_REPLICAS, "enable_expert_parallel": True}, ONE_REPLICA], ids=["ep", "tp"]
+)
+def test_requests_go_on_when_the_machine_joins_again(shape: dict[str, Any]) -> None:
     """A group that spans machines: its ranks on both of them start again."""
     port = free_port()
-    machine = Machine(node_config(port, enable_expert_parallel=True))
-    with engine(port, enable_expert_parallel=True, max_restarts=2) as client:
+    machine = Machine(node_config(port, **shape))
+    with engine(port, **shape, max_restarts=2) as client:
         streams = [submit(client, str(i), "abc", max_tokens=300) for i in range(2)]
         while not all(s.deltas for s in streams):
             client.pump(1.0)
         machine.cut_off()
-        again = Machine(node_config(port, enable_expert_parallel=True))
+        again = Machine(node_config(port, **shape))
         pump_until_finished(client, *streams)
         assert [s.text() for s in streams] == ["abc" * 100] * 2
     again.join(PATIENCE_S)
@@ -324,7 +357,20 @@ def test_a_front_that_dies_ends_the_node_and_its_ranks() -> None:
         )
 
 
-def test_replicas_are_divided_over_the_machines_in_order() -> None:
-    config = front_config(1, data_parallel_size=4)
-    there = replace(config, nodes=replace(config.nodes, headless=True, node_rank=1))
-    assert node_part(there).replicas == (2, 3)
+@pytest.mark.parametrize(
+    ("tensor", "data", "number", "num_nodes", "ranks"),
+    [
+        (1, 4, 1, 2, (2, 3)),
+        (2, 2, 1, 2, (2, 3)),
+        (4, 1, 1, 2, (2, 3)),
+        (4, 2, 3, 4, (6, 7)),
+        (2, 2, 2, 4, (2,)),
+    ],
+)
+def test_ranks_are_divided_over_the_machines_in_order(
+    tensor: int, data: int, number: int, num_nodes: int, ranks: tuple[int, ...]
+) -> None:
+    sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data, "nnodes": num_nodes}
+    config = front_config(1, **sizes)
+    there = replace(config, nodes=replace(config.nodes, headless=True, node_rank=number))
+    assert node_part(there).ranks == ranks

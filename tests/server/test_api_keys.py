@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,24 @@ def test_the_file_is_read_again_when_it_changes_and_open_requests_still_count(
     assert keys.find(b"alice-key") is None
 
 
+def test_a_key_is_compared_with_all_keys_whichever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time does not tell which key is right, or how much of it."""
+    keys = ApiKeys("flag-key", write(tmp_path / "keys", ALICE + BOB))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("paceline.server.api_keys.hmac.compare_digest", compare)
+    for key in (b"flag-key", b"bob-key", b"alice-ke", b"", b"x" * 1000):
+        compared.clear()
+        keys.find(key)
+        assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 3
+
+
 @pytest.mark.parametrize("text", ["", "# none\n", "k max_open=-1", "k limit=3", "k max_open"])
 def test_a_broken_file_ends_the_start_but_not_a_running_server(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"keys"):
@@ -103,7 +122,7 @@ def test_a_server_serves_each_key_within_its_limits_and_logs_who_was_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    path = write(tmp_path / "keys", "small-key tokens_per_minute=1\nlarge-key\n")
+    path = write(tmp_path / "keys", "small-key name=small tokens_per_minute=1\nlarge-key\n")
     fields = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
     with serving(FakeClient(), api_key_file=path) as server:
 
@@ -120,4 +139,5 @@ def test_a_server_serves_each_key_within_its_limits_and_logs_who_was_refused(
         assert post("stolen-key")[0] == 401
         assert server.get("/health").status == 200
     assert "refused 127.0.0.1: the API key is wrong" in caplog.text
-    assert "stolen-key" not in caplog.text
+    assert re.search(r"/v1/completions 429 .* key small: This API key has used", caplog.text)
+    assert not re.search("stolen-key|small-key|large-key", caplog.text)

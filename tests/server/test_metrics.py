@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -199,6 +200,17 @@ def test_metrics_are_text_that_prometheus_reads(server: Served) -> None:
     reply = server.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=")
     assert "process_resident_memory_bytes" in samples(reply.body.decode())
+
+
+@pytest.mark.parametrize("compat", ["none", "vllm"])
+def test_the_flag_adds_the_names_that_gateways_read(compat: str) -> None:
+    with serving(FakeClient(), metrics_compat=compat) as server:
+        lines = server.get("/metrics").body.decode().splitlines()
+    found = {re.split(r"[{ ]", line)[0] for line in lines if line.startswith("vllm:")}
+    stems = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+    wanted = {f"vllm:{stem}" for stem in (*stems, "cache_config_info")}
+    assert found & wanted == (wanted if compat == "vllm" else set())
+    assert compat == "vllm" or not found
 
 
 def test_log_lines_that_were_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

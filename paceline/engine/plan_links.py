@@ -1,0 +1,83 @@
+"""Plan connections of a replica that spans machines: see peers.py for what they carry.
+
+The process that starts the ranks of a machine opens them, proves that it knows the cluster key, and
+hands each socket to its rank. For a rank they are as the socket pairs of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from paceline.engine import link
+from paceline.errors import EngineDead
+from paceline.parallel.placement import Layout
+
+_OPEN_S = 30.0  # for all connections of a machine
+_LOOK_S = 0.2  # how often `check` is called
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLinks:
+    """What a machine needs to connect the ranks that it has."""
+
+    layout: Layout
+    leaders: Mapping[int, str]  # by peer with a leader on another machine: HOST:PORT of the leader
+    here: Collection[int]  # ranks of this machine
+    key: bytes
+    timeout_s: float  # --stall-timeout
+
+    def open(
+        self,
+        ends: contextlib.ExitStack,
+        listener: socket.socket | None,
+        source: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[int, socket.socket]:
+        """By peer: the socket between it and its leader, one of which is here. `ends` closes them.
+
+        A machine has leaders with peers elsewhere, or peers with leaders elsewhere, never both
+        (placement.node_part). So machines do not wait for each other in a circle.
+        """
+        give_up_s = time.monotonic() + _OPEN_S
+        found = {
+            peer: ends.enter_context(self._dial(peer, source, give_up_s))
+            for peer in self.leaders
+            if peer in self.here
+        }
+        awaited = {peer for peer in self.leaders if self.layout.leader_of(peer) in self.here}
+        while awaited and listener is not None:
+            check()
+            if time.monotonic() > give_up_s:
+                raise EngineDead(f"ranks {sorted(awaited)} did not connect in {_OPEN_S:g} s.")
+            peer, sock = self._accept(listener)
+            if sock is not None:
+                ends.enter_context(sock)
+            if sock is not None and peer in awaited:
+                found[peer] = sock
+                awaited.discard(peer)
+        return found
+
+    def _dial(self, peer: int, source: str | None, give_up_s: float) -> socket.socket:
+        host, _, port = self.leaders[peer].rpartition(":")
+        sock = link.dial((host, int(port)), source, self.key, give_up_s, f"the leader of {peer}")
+        link.send_json(sock, {"rank": peer})
+        link.keep_alive(sock, self.timeout_s)
+        return sock
+
+    def _accept(self, listener: socket.socket) -> tuple[int, socket.socket | None]:
+        """A connection that has the key, and its peer. None: none came, or one without the key."""
+        listener.settimeout(_LOOK_S)
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            return -1, None
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            if link.admit(sock, self.key) and (hello := link.read_json(sock)) is not None:
+                link.keep_alive(sock, self.timeout_s)
+                return int(hello["rank"]), sock
+        sock.close()
+        return -1, None
