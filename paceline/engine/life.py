@@ -16,10 +16,11 @@ from typing import Protocol
 from paceline.errors import EngineDead
 
 # Order of detection: a wait between ranks times out, and its report says where each rank was; a
-# rank reports its own stuck loop; the front kills a rank without heartbeats.
-_LOOP_GRACE_S = 1.0
-_FRONT_GRACE_S = 2.0
-_LONGEST_TICK_S = 1.0
+# rank reports its own stuck loop; the front kills a rank without heartbeats. A check is up to two
+# ticks late, so all are within the timeout and 1.5 s.
+_LOOP_GRACE_S = 0.5
+_FRONT_GRACE_S = 1.0
+_LONGEST_TICK_S = 0.25
 _TICKS = 8  # checks per timeout
 # A loop that computes (a long prompt on a CPU, compilation of a kernel) gets this many timeouts.
 _WORKING_TIMEOUTS = 30

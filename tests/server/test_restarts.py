@@ -103,7 +103,7 @@ def test_some_replicas_that_restart_leave_the_server_ready(client: FakeClient) -
 
 
 def test_admin_checks_its_parameter_and_who_asks(client: FakeClient) -> None:
-    with serving(client, drain_timeout_s=7.0) as server:
+    with serving(client, drain_timeout=7.0) as server:
         assert server.request("POST", "/admin/drain?rank=0").status == 200
         assert client.drained == [(0, 7.0)]
         for bad in ("", "?rank=", "?rank=x", "?rank=-1", "?rank=9"):
