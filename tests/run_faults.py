@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     about = about_this_run(ROOT)
-    part = Part(args.seed, *args.part, _sources())
+    first, stride = args.part
+    part = Part(args.seed, first, stride, _sources())
     if args.again:
         part.file.unlink(missing_ok=True)
     left = run(part, args.rounds)

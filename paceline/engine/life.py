@@ -148,6 +148,7 @@ class RankWatch(threading.Thread):
         self._beats = beats
         self._ranks = ranks
         self._timeout_s = timeout_s
+        self._grace_s = _FRONT_GRACE_S if len(ranks) > 1 else 0.0  # a lone rank has no reporter
         self._first_rank = first_rank  # the engine's number of the first one
         self._over = threading.Event()
         self._verdicts: dict[int, str] = {}
@@ -164,7 +165,7 @@ class RankWatch(threading.Thread):
         still = {rank: Stillness(tick_s) for rank in self._ranks}
         while not self._over.wait(tick_s):
             silent_s = {r: s.look(self._beats.counts[r]) for r, s in still.items()}
-            if max(silent_s.values()) > self._timeout_s + _FRONT_GRACE_S and self._judge(silent_s):
+            if max(silent_s.values()) > self._timeout_s + self._grace_s and self._judge(silent_s):
                 return
 
     def _judge(self, silent_s: dict[int, float]) -> bool:

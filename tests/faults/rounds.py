@@ -188,6 +188,8 @@ class Bench:
         draw = random.Random(f"{seed}-{number}")
         layout = layout or [*LAYOUTS][number % len(LAYOUTS)]
         client, done = self.client(layout), Round(number, layout)
+        groups = client._supervisor._groups
+        clusters = [group.cluster for group in groups]
         started_s, before = time.perf_counter(), sum(client.stats.restarts.values())
         if faults is None:
             faults = [draw.choice(CHOICES) for _ in range(draw.choice((1, 1, 1, 2)))]
@@ -208,8 +210,10 @@ class Bench:
         done.num_restarts = sum(client.stats.restarts.values()) - before
         if done.num_restarts:
             done.recovery_s = max(0.0, self._back_s - hurt_s)
-            newest = max(client._supervisor._groups, key=lambda group: group.served_since_s)
-            done.start_s = sum(newest.cluster.info().startup_s.values())
+            new = [g.cluster for g, old in zip(groups, clusters, strict=True) if g.cluster != old]
+            starts_s = [sum(cluster.info().startup_s.values()) for cluster in new]
+            # The front's clock may have jumped while a group started.
+            done.start_s = max((s - clock[0] if s > clock[0] else s) for s in starts_s)
         done.seconds = time.perf_counter() - started_s
         if is_over:
             done.complaints += load.complaints(self._undisturbed[layout])

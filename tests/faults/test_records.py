@@ -34,7 +34,7 @@ class FakeBench:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_faults, "FOLDER", tmp_path)
     monkeypatch.setattr(run_faults, "Bench", FakeBench)
-    monkeypatch.setattr(run_faults.os, "dup2", lambda old, new: None)
+    monkeypatch.setattr("os.dup2", lambda old, new: None)
     return tmp_path
 
 
