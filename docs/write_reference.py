@@ -103,7 +103,7 @@ ENDS = """
 The exit code is 0 for success, 2 for a wrong flag or file, 1 for any other error (one line on
 standard error), and 130 after Ctrl-C.
 
-On SIGTERM, SIGHUP or Ctrl-C a server finishes its open requests (`--drain-timeout-s`) and exits
+On SIGTERM, SIGHUP or Ctrl-C a server finishes its open requests (`--drain-timeout`) and exits
 with 0. A second signal ends it at once, with 130. A signal while the model is loading ends it with
 "stopped while loading" and 128 plus the signal's number.
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest")
 
@@ -44,6 +48,22 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def about_this_run(root: Path) -> dict[str, Any]:
+    """The beginning of a record. Call it before the run: the tree may change meanwhile."""
+    command = ["git", "-C", str(root), "status", "--porcelain", "--", "paceline", "tests"]
+    commit = git_commit(root)
+    changed = (
+        subprocess.run(command, capture_output=True, text=True, check=False) if commit else None
+    )
+    return {
+        "commit": commit,
+        "has_local_changes": bool(changed and changed.stdout.strip()),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
 
 
 def by_file(seconds: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections import Counter, defaultdict
@@ -26,7 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # started as a script, its own folder is there
 
-from tests.last_run import by_file, git_commit, hash_of, sources_hash, versions  # noqa: E402
+from tests.last_run import about_this_run, by_file, hash_of, sources_hash  # noqa: E402
 
 REPORT = ROOT / "tests" / "more_last_run.json"
 PASSED = ROOT / ".pytest_cache" / "passed.txt"
@@ -108,10 +106,7 @@ def run_more(rest: Sequence[str]) -> int:
         print("No record is written: not every test of the tier was run.")
         return int(status)
     record: dict[str, Any] = {
-        "commit": git_commit(ROOT),
-        "date": time.strftime("%Y-%m-%d"),
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version(), **versions()},
+        **about_this_run(ROOT),
         **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": sorted(test for test, how in outcomes.outcome.items() if how == "failed"),
         "seconds": round(time.perf_counter() - began_s),

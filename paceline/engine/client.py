@@ -410,6 +410,8 @@ class EngineClient:
                 generation.on_deltas(deltas)
             except Exception as error:
                 self._fail(generation, error)
+            if generation.finished:
+                generation.drop_sinks()
         return count
 
     def _fail(self, generation: Generation, error: Exception) -> None:
@@ -418,10 +420,11 @@ class EngineClient:
         generation.error = RequestFailed(
             f"The front failed on this request ({type(error).__name__}); its log says why."
         )
+        on_error = generation.on_error
         self.abort(generation.request_id)
-        if generation.on_error is not None:
+        if on_error is not None:
             try:
-                generation.on_error(generation.error)
+                on_error(generation.error)
             except Exception:
                 RequestLogger(logger, generation.request_id).exception("its owner failed too")
 

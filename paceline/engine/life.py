@@ -16,10 +16,11 @@ from typing import Protocol
 from paceline.errors import EngineDead
 
 # Order of detection: a wait between ranks times out, and its report says where each rank was; a
-# rank reports its own stuck loop; the front kills a rank without heartbeats.
-_LOOP_GRACE_S = 1.0
-_FRONT_GRACE_S = 2.0
-_LONGEST_TICK_S = 1.0
+# rank reports its own stuck loop; the front kills a rank without heartbeats. A check is up to two
+# ticks late, so all are within the timeout and 1.5 s.
+_LOOP_GRACE_S = 0.5
+_FRONT_GRACE_S = 1.0
+_LONGEST_TICK_S = 0.25
 _TICKS = 8  # checks per timeout
 # A loop that computes (a long prompt on a CPU, compilation of a kernel) gets this many timeouts.
 _WORKING_TIMEOUTS = 30
@@ -147,6 +148,7 @@ class RankWatch(threading.Thread):
         self._beats = beats
         self._ranks = ranks
         self._timeout_s = timeout_s
+        self._grace_s = _FRONT_GRACE_S if len(ranks) > 1 else 0.0  # a lone rank has no reporter
         self._first_rank = first_rank  # the engine's number of the first one
         self._over = threading.Event()
         self._verdicts: dict[int, str] = {}
@@ -163,7 +165,7 @@ class RankWatch(threading.Thread):
         still = {rank: Stillness(tick_s) for rank in self._ranks}
         while not self._over.wait(tick_s):
             silent_s = {r: s.look(self._beats.counts[r]) for r, s in still.items()}
-            if max(silent_s.values()) > self._timeout_s + _FRONT_GRACE_S and self._judge(silent_s):
+            if max(silent_s.values()) > self._timeout_s + self._grace_s and self._judge(silent_s):
                 return
 
     def _judge(self, silent_s: dict[int, float]) -> bool:

@@ -103,6 +103,7 @@ class OpenRequests:
             self._to_abort.setdefault(self.router.owner(uid), []).append(uid)
         self._stats.finished["abort"] += len(generation.open_uids)
         self.forget(generation, generation.open_uids)
+        generation.drop_sinks()
 
     def take_aborts(self) -> dict[int, list[int]]:
         """Sequences that a replica must be told to abort, by replica."""

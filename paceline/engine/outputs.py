@@ -59,6 +59,15 @@ class Generation:
     replica: int | None = None  # the one that the request names
     wants_sources: bool = False  # its deltas say where each token came from
 
+    def drop_sinks(self) -> None:
+        """It has ended. Its sinks refer to their owner, which refers to this object: without this,
+        both and the prompt would stay in memory until Python collects garbage, which is rare."""
+        self.on_deltas, self.on_error = _ignore, None
+
+
+def _ignore(deltas: list[Delta]) -> None:
+    """The sink of a request that has ended."""
+
 
 class SequenceOutput:
     """The output of one sequence. `finished` is set with its finish reason.

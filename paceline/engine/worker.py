@@ -180,7 +180,13 @@ def _start_heartbeat(
 
 def _watch(engine: Engine, config: EngineConfig, port: Port) -> Callable[[], None]:
     """A check that ends this process if its loop is stuck. Called in the loop's thread."""
-    loop = LoopWatch(lambda: engine.watch.present, config.device.stall_timeout)
+
+    def doing() -> tuple[str, int, float]:
+        stage, step, since_s = engine.watch.present
+        # A loop that waits for messages and leaves them unread is stuck, too.
+        return stage or ("" if port.inbox.empty() else "inbox"), step, since_s
+
+    loop = LoopWatch(doing, config.device.stall_timeout)
 
     def check() -> None:
         if (reason := loop.look()) is None:

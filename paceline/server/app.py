@@ -254,7 +254,7 @@ class _ServerRun:
         return 130 if len(self._signals) > 1 else 0
 
     async def _drain(self, service: Service) -> None:
-        limit_s = self._options.drain_timeout_s
+        limit_s = self._options.drain_timeout
         logger.info(
             "shutting down: %d open requests have %g s to finish; a second signal ends them now",
             len(service.jobs),

@@ -77,6 +77,7 @@ class RequestMiddleware:
                 log.exception("a request failed")
             if status:
                 raise  # the status line was sent; the server closes the connection
+            error.__traceback__ = None  # its frames refer to the job, which refers to the error
             await failure.response(scope["path"])(scope, receive, send_with_id)
         finally:
             if account is not None:

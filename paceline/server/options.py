@@ -55,7 +55,7 @@ class ServerOptions:
     max_stored_responses: int = opt(1024, "most responses of /v1/responses in the store (ours)")
     max_stored_response_bytes: int = opt(64 * MIB, "most bytes of JSON in that store (ours)")
     max_connections: int | None = opt(None, "most open connections; default by `ulimit -n` (ours)")
-    drain_timeout_s: float = opt(30.0, "seconds for open requests after SIGTERM or Ctrl-C (ours)")
+    drain_timeout: float = opt(30.0, "seconds for open requests after SIGTERM or Ctrl-C (ours)")
     write_timeout_s: float = opt(120.0, "seconds until a client that reads nothing is cut (ours)")
     header_timeout_s: float = opt(10.0, "seconds that a client has to send a header (ours)")
     keep_alive_timeout_s: int = opt(75, "seconds until an idle connection is closed (ours)")
@@ -80,7 +80,7 @@ class ServerOptions:
         check_positive(write_timeout_s=self.write_timeout_s)
         check_positive(header_timeout_s=self.header_timeout_s)
         stored = ("max_stored_responses", "max_stored_response_bytes")
-        for name in ("drain_timeout_s", "keep_alive_timeout_s", *stored):
+        for name in ("drain_timeout", "keep_alive_timeout_s", *stored):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
         check_parser_name("tool-call-parser", self.tool_call_parser, "tool_calls")

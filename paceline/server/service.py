@@ -403,7 +403,7 @@ class Service:
     async def restart_rank(self, rank: int) -> None:
         """Restart a rank, and return when it serves again. Raises EngineDead if it does not."""
         client = self.client
-        client.drain_rank(rank, self.options.drain_timeout_s)
+        client.drain_rank(rank, self.options.drain_timeout)
         while client.is_restarting(rank):
             if self.engine_error is not None:
                 raise self.engine_error

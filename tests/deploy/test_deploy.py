@@ -119,9 +119,9 @@ def test_the_ray_serve_application_names_what_its_file_has() -> None:
 def test_pod_and_unit_wait_longer_than_the_drain_timeout() -> None:
     spec = next(m for m in manifests() if m["kind"] == "Deployment")["spec"]["template"]["spec"]
     flags = dict(f.split("=", 1) for f in deployed()["args"] if "=" in f)
-    assert spec["terminationGracePeriodSeconds"] > int(flags["--drain-timeout-s"])
+    assert spec["terminationGracePeriodSeconds"] > int(flags["--drain-timeout"])
     unit = (DEPLOY / "systemd" / "paceline.service").read_text(encoding="utf-8")
-    drain = re.search(r"--drain-timeout-s (\d+)", unit)
+    drain = re.search(r"--drain-timeout (\d+)", unit)
     stop = re.search(r"TimeoutStopSec=(\d+)", unit)
     assert drain
     assert stop

@@ -9,9 +9,23 @@ from typing import Any
 from paceline import SamplingParams
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import Delta, Generation, TokenTable
+from paceline.request import StructuredOutputsParams
+from tests.faults import processors
 
 NUM_TOKENS = 90
 TEXTS = ("the fox", "we", "12345", "hello", "a", "The quick brown fox jumps over. " * 3)
+WORDS = StructuredOutputsParams(regex="([a-z]{3,9} ){8,12}")
+_NUMBER = {"type": "integer", "minimum": 100_000, "maximum": 999_999}
+_FIELDS = {"first": _NUMBER, "second": _NUMBER, "word": {"type": "string", "pattern": "^[a-f]{9}$"}}
+RECORD = StructuredOutputsParams(
+    json={
+        "type": "object",
+        "properties": _FIELDS,
+        "required": [*_FIELDS],
+        "additionalProperties": False,
+    },
+    disable_any_whitespace=True,
+)
 # Prompt, parameters. Temperature 1 without a seed: the front draws one.
 REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXTS[0], {"temperature": 0}),
@@ -26,6 +40,9 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXTS[3], {"temperature": 1.0, "n": 2, "seed": 9, "logprobs": 0, "top_k": 20}),
     (TEXTS[5], {"temperature": 0, "bad_words": ["e", "the"], "logit_bias": {40: 2.0}}),
     (TEXTS[4], {"temperature": 1.0, "allowed_token_ids": list(range(20, 90))}),
+    (TEXTS[0], {"temperature": 1.0, "seed": 3, "logits_processors": [processors.NAME]}),
+    (TEXTS[1], {"temperature": 1.0, "ignore_eos": False, "structured_outputs": WORDS}),
+    (TEXTS[2], {"temperature": 0, "ignore_eos": False, "structured_outputs": RECORD}),
 )
 
 

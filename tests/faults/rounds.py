@@ -6,13 +6,14 @@ perf_counter, because a fault may move the other clocks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from paceline.engine import supervisor
 from paceline.engine.client import EngineClient
 from tests.e2e.serving import save_served
 from tests.eagle import train
-from tests.faults import saboteur
+from tests.faults import processors, saboteur
 from tests.faults.load import TEXTS, Load
 from tests.mtp import random_mtp, save_mtp
 from tests.server.processes import is_running
 from tests.tiny import greedy_reference
 
 STALL_S = 5.0
+RECOVERY_S = 2.0  # most of a recovery beside the stall timeout and the start of the ranks
 PATIENCE_S = 150.0
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -43,9 +45,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def save_models(folder: Path) -> None:
     """Once: a dense model, and one with experts and an MTP layer that has learned a little."""
-    if (folder / "made").exists():
+    if folder.exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as made:
+        _save_models(Path(made))
+        with contextlib.suppress(OSError):  # another process was faster
+            Path(made).rename(folder)
+
+
+def _save_models(folder: Path) -> None:
     save_served(folder / "dense")
     target = save_served(folder / "plain", "glm4-moe-lite")
     tokenizer = Tokenizer.from_file(str(folder / "plain" / "tokenizer.json"))
@@ -54,7 +63,6 @@ def save_models(folder: Path) -> None:
     known = [[*prompt, *greedy_reference(target, prompt, 50)] for prompt in prompts]
     head = train(random_mtp(target), target, known, num_steps=25)
     save_mtp(folder / "experts", folder / "plain", head)
-    (folder / "made").touch()
 
 
 # ---- faults
@@ -117,6 +125,15 @@ class Round:
     start_s: float = 0.0  # what the start of the ranks took of it
     seconds: float = 0.0
 
+    @property
+    def limit_s(self) -> float:
+        """What a recovery may take."""
+        return STALL_S + self.start_s + RECOVERY_S
+
+    @property
+    def is_late(self) -> bool:
+        return self.num_restarts > 0 and self.recovery_s > self.limit_s
+
     def __str__(self) -> str:
         what = "; ".join(self.complaints) or "ok"
         return (
@@ -148,6 +165,7 @@ class Bench:
                 max_num_seqs=10,  # fewer than sequences: some wait
                 stall_timeout=STALL_S,
                 max_restarts=1000,
+                logits_processors=(processors.NAME,),
                 **LAYOUTS[layout],
             )
             client = EngineClient.start(config, factory=saboteur.FACTORY)
@@ -158,12 +176,23 @@ class Bench:
             self._undisturbed[layout] = load
         return self._clients[layout]
 
-    def run(self, seed: int, number: int, layout: str | None = None) -> Round:
+    def run(
+        self,
+        seed: int,
+        number: int,
+        layout: str | None = None,
+        *,
+        faults: Sequence[str] | None = None,
+    ) -> Round:
+        """One round; `faults` None: random ones."""
         draw = random.Random(f"{seed}-{number}")
         layout = layout or [*LAYOUTS][number % len(LAYOUTS)]
         client, done = self.client(layout), Round(number, layout)
+        groups = client._supervisor._groups
+        clusters = [group.cluster for group in groups]
         started_s, before = time.perf_counter(), sum(client.stats.restarts.values())
-        faults = [draw.choice(CHOICES) for _ in range(draw.choice((1, 1, 1, 2)))]
+        if faults is None:
+            faults = [draw.choice(CHOICES) for _ in range(draw.choice((1, 1, 1, 2)))]
         moments = [draw.random() for _ in faults]
         load, expected = Load(client), self._undisturbed[layout].num_tokens
         with _clock() as clock:
@@ -181,8 +210,10 @@ class Bench:
         done.num_restarts = sum(client.stats.restarts.values()) - before
         if done.num_restarts:
             done.recovery_s = max(0.0, self._back_s - hurt_s)
-            newest = max(client._supervisor._groups, key=lambda group: group.served_since_s)
-            done.start_s = sum(newest.cluster.info().startup_s.values())
+            new = [g.cluster for g, old in zip(groups, clusters, strict=True) if g.cluster != old]
+            starts_s = [sum(cluster.info().startup_s.values()) for cluster in new]
+            # The front's clock may have jumped while a group started.
+            done.start_s = max((s - clock[0] if s > clock[0] else s) for s in starts_s)
         done.seconds = time.perf_counter() - started_s
         if is_over:
             done.complaints += load.complaints(self._undisturbed[layout])
@@ -252,7 +283,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def _clock() -> Iterator[list[float]]:
     """How far the front's clock is ahead; restarts count as recovered at once, so none waits."""
     ahead, real, recovered_s = [0.0], time.monotonic, supervisor._RECOVERED_S

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import shared_folder
+from tests.faults import saboteur
 from tests.faults.rounds import LAYOUTS, Bench, save_models
 from tests.faults.soak import soak
 from tests.tiers import first_or_more
@@ -21,11 +23,10 @@ ROUNDS += [([*LAYOUTS][number % 3], number) for number in range(100, 110)]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once by each process that runs tests."""
+    """Made once for all processes that run tests."""
     folder = shared_folder(tmp_path_factory) / "faults"
-    own = tmp_path_factory.mktemp("faults") if folder.exists() else folder
-    save_models(own)
-    return own
+    save_models(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,15 @@ def test_every_client_gets_every_token_of_an_undisturbed_run(
 ) -> None:
     done = bench.run(1, number, layout)
     assert not done.complaints, str(done)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_a_rank_that_hangs_while_it_is_idle_is_found_when_a_request_comes(bench: Bench) -> None:
+    os.kill(bench.client("dp2").engine_pids[0], saboteur.HANG)
+    done = bench.run(1, 0, "dp2", faults=[])
+    assert not done.complaints, str(done)
+    assert done.num_restarts == 1
 
 
 @pytest.mark.more

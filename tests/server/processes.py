@@ -107,8 +107,13 @@ class Process:
 
 def resident_bytes(pid: int) -> int:
     """The memory of a process."""
+    return memory_bytes(pid, "VmRSS")
+
+
+def memory_bytes(pid: int, field: str) -> int:
+    """A field of /proc/PID/status that is a number of kB."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 

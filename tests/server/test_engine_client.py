@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import socket
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from paceline.engine.client import EngineClient
-from paceline.engine.outputs import Delta
+from paceline.engine.outputs import Delta, Generation, SequenceOutput
+from paceline.errors import Overloaded
 from paceline.server.job import Job
 from tests.engine.echo_client import echo_client, echo_front
 from tests.patience import PATIENCE_S, wait_for
@@ -129,6 +131,49 @@ def test_a_client_that_leaves_frees_its_slot(server: Served, engine: EngineClien
     connection.close()
     wait_for(lambda: engine.stats.finished["abort"] == before + 3)
     wait_for(lambda: engine.num_open == 0)
+
+
+def ask_and_fail(server: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.complete, prompt="abc", max_tokens=400)
+        wait_for(lambda: any(job.generations for job in list(server.service.jobs)))
+        server.loop.call_soon_threadsafe(server.service.fail_all, Overloaded("too late"))
+        assert reply.result().status == 429
+
+
+ENDINGS: dict[str, Callable[[Served], object]] = {
+    "whole": lambda s: s.complete(prompt="abc", max_tokens=5),
+    "two prompts": lambda s: s.complete(prompt=["abc", "xyz"], max_tokens=5, n=2),
+    "stream": lambda s: s.complete(prompt="abc", max_tokens=5, stream=True),
+    "stop string": lambda s: s.complete(prompt="one two ", max_tokens=50, stop=["two"]),
+    "logprobs": lambda s: s.complete(prompt="abc", max_tokens=5, logprobs=2, echo=True),
+    "client leaves": lambda s: s.post_and_leave(
+        "/v1/completions", {"prompt": "abc", "max_tokens": 400, "stream": True}, lambda: None
+    ),
+    "refused": lambda s: s.complete(prompt="x" * 600),
+    "fails": ask_and_fail,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_request_that_has_ended_is_freed_without_a_garbage_collection(
+    server: Served, ending: str
+) -> None:
+    """Collections are rare in a server. Prompts of dead requests must not wait for one."""
+
+    def num_kept() -> int:
+        return sum(isinstance(o, Job | Generation | SequenceOutput) for o in gc.get_objects())
+
+    wait_for(lambda: not server.service.jobs)
+    gc.collect()
+    before = num_kept()
+    gc.disable()
+    try:
+        for _ in range(3):
+            ENDINGS[ending](server)
+        wait_for(lambda: num_kept() <= before)
+    finally:
+        gc.enable()
 
 
 # ---- eight healthy streams while others misbehave

@@ -79,7 +79,7 @@ def test_a_signal_drains_what_runs_and_refuses_what_comes(number: signal.Signals
 
 
 def test_the_drain_has_a_limit_and_those_cut_off_are_told() -> None:
-    with running("delay_s=0.02", drain_timeout_s=0.3) as process:
+    with running("delay_s=0.02", drain_timeout=0.3) as process:
         stream = process.open_stream(prompt="abc", max_tokens=500)
         stream.read1()
         process.popen.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,44 @@ def test_a_rank_is_drained_and_restarted_by_request() -> None:
         assert process.engine_pids != before
 
 
+@pytest.mark.more
+def test_rolling_restarts_of_all_ranks_refuse_no_request() -> None:
+    engine = {**RESTARTS, "data_parallel_size": 2}
+    with running("delay_s=0.01", engine=engine, num_ranks=2) as process:
+        before, is_over = process.engine_pids, threading.Event()
+
+        def keep_asking(prompt: str) -> set[tuple[int, str]]:
+            found = set()
+            while not is_over.is_set():
+                fields = {"prompt": prompt, "max_tokens": 30}
+                status, _, body = process.request("POST", "/v1/completions", **fields)
+                found.add((status, str(json.loads(body)["choices"][0]["text"])))
+            return found
+
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, prompt) for prompt in ("a", "b", "c", "d")]
+            try:
+                for rank in (0, 1):
+                    status, _, body = process.request("POST", f"/admin/drain?rank={rank}")
+                    assert (status, json.loads(body)["rank"]) == (200, rank)
+            finally:
+                is_over.set()
+            assert [f.result() for f in asking] == [{(200, p * 30)} for p in "abcd"]
+        process.find_engine(2)
+        assert not {*before} & {*process.engine_pids}
+
+
+def test_a_signal_during_a_restart_lets_the_streams_finish() -> None:
+    with running("delay_s=0.02 load_s=0.5", engine=RESTARTS) as process:
+        stream = process.open_stream(prompt="abc", max_tokens=60)
+        first = stream.read1()
+        kill_engine(process)
+        wait_for(lambda: b"restarting" in process.request("GET", "/health")[2])
+        process.popen.terminate()
+        assert text_of(first + stream.read()) == "abc" * 20
+        assert process.await_exit()[0] == 0
+
+
 def test_some_replicas_that_restart_leave_the_server_ready(client: FakeClient) -> None:
     client.stats.num_replicas, client.stats.num_restarting = 2, 1
     client.stats.restart_reason = "rank 1: /usr/lib/thing.py failed\ntraceback"
@@ -104,7 +143,7 @@ def test_some_replicas_that_restart_leave_the_server_ready(client: FakeClient) -
 
 
 def test_admin_checks_its_parameter_and_who_asks(client: FakeClient) -> None:
-    with serving(client, drain_timeout_s=7.0) as server:
+    with serving(client, drain_timeout=7.0) as server:
         assert server.request("POST", "/admin/drain?rank=0").status == 200
         assert client.drained == [(0, 7.0)]
         for bad in ("", "?rank=", "?rank=x", "?rank=-1", "?rank=9"):

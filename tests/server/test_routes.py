@@ -348,7 +348,7 @@ def test_a_host_that_is_not_here_is_said_at_once() -> None:
         {"port": 70000},
         {"max_waiting": 0},
         {"max_request_bytes": 0},
-        {"drain_timeout_s": -1.0},
+        {"drain_timeout": -1.0},
         {"api_key": ""},
     ],
     ids=str,
