@@ -320,6 +320,13 @@ class RunnerInfo:
         """The most drafts that a row verifies, whoever proposes them."""
         return max(self.max_k, self.max_host_drafts)
 
+    @property
+    def drafter(self) -> str:
+        """`ngram, K = 5`, or `none`."""
+        if not self.draft_methods:
+            return "none"
+        return f"{' + '.join(self.draft_methods)}, K = {self.max_k or self.max_host_drafts}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any, TextIO
 
@@ -29,16 +28,10 @@ def run(args: Namespace) -> int:
         print("One prompt per line; Ctrl-D when done.", file=sys.stderr)
     prompts = read_prompts(args.input)
     if args.chat:
-        prompts = [as_message(p) for p in prompts]
+        prompts = [prompt.as_message() for prompt in prompts]
     given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_keywords(args)}
     with _output(args.output) as stream, open_session(config) as session:
         return answer_all(session, prompts, given, stream)
-
-
-def as_message(prompt: PromptRecord) -> PromptRecord:
-    if prompt.text is None:
-        return prompt
-    return replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])
 
 
 def answer_all(
