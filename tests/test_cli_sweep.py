@@ -125,7 +125,7 @@ def test_the_best_k_may_be_none_at_all() -> None:
     rows += [row("ngram", "1", "1", 15), row("ngram", "1", "8", 40)]
     rows += [row("ngram", "5", "1", 20), row("ngram", "5", "8", 30)]
     rows += [row("ngram", "auto", "1", 99), row("ngram", "auto", "8", 99)]
-    assert best_k(rows) == {"ngram": [(1.0, 5.0), (8.0, 0.0)]}
+    assert best_k(rows) == {"ngram": {"1": 5.0, "8": 0.0}}
 
 
 def test_acceptance_is_shown_for_the_largest_k_at_the_smallest_load() -> None:

@@ -300,7 +300,7 @@ def picture(rows: Sequence[Row]) -> str:
             chart("Time per output token, median", "ms", lines("tpot_ms_p50")),
             chart("Throughput", "output tokens per second", lines("output_tokens_per_s")),
             bars("Acceptance by position", "draft", "share of steps", by_position(rows)),
-            chart("Best K (0: no drafts)", "K", best_k(rows)),
+            bars("Best K (0: no drafts)", "requests at once", "K", best_k(rows)),
         ]
     )
 
@@ -319,16 +319,16 @@ def by_position(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return found
 
 
-def best_k(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+def best_k(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """For each drafter and load, the fixed K with the most tokens per second."""
     fixed = [row for row in rows if row["k"] != AUTO]
     names = dict.fromkeys(row["drafter"] for row in fixed if row["drafter"] != NONE)
     loads = dict.fromkeys(row["concurrency"] for row in rows)
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, dict[str, float]] = {}
     for name in names:
         usable = [row for row in fixed if row["drafter"] in (name, NONE)]
         best = [_fastest(row for row in usable if row["concurrency"] == n) for n in loads]
-        found[name] = [(float(row["concurrency"]), float(row["k"])) for row in best]
+        found[name] = {row["concurrency"]: float(row["k"]) for row in best}
     return found
 
 

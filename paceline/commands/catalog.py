@@ -50,6 +50,7 @@ def _serve(parser: ArgumentParser) -> None:
 
 def _generate(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
+    _text(group, "--prompt", "TEXT", "one prompt, instead of a file of them")
     _text(group, "--input", "FILE", "one prompt per line, or JSONL [stdin]")
     _text(group, "--output", "FILE", "file for the answers, as JSONL [stdout]")
     group.add_argument(
@@ -201,7 +202,7 @@ COMMANDS = {
     "generate": Command(
         "Answer a file of prompts; writes JSONL in the order of the input.",
         _generate,
-        usage="[MODEL] [--input FILE] [--output FILE] [options]",
+        usage="[MODEL] [--prompt TEXT | --input FILE] [--output FILE] [options]",
     ),
     "chat": Command("Talk to a model in the terminal.", _chat),
     "bench": Command(
