@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from paceline.commands.terminal import WrappedView, end_of_blocks, printable
+from paceline.commands.terminal import LastLines, WrappedView, end_of_blocks, printable
 from tests.terminal import Terminal, on_terminal
 
 # `paceline chat` with the echo engine, which is ready when the file in argv[1] exists.
@@ -181,6 +183,13 @@ def test_blocks_end_at_blank_lines_outside_of_code_and_lists() -> None:
     assert end_of_blocks("1. item\n\n   more of it") == 0
     assert end_of_blocks("```\ncode\n\nmore code\n") == 0
     assert end_of_blocks("```\ncode\n```\n\nafter") == len("```\ncode\n```\n\n")
+
+
+def test_of_a_tall_block_the_end_is_drawn() -> None:
+    console = Console(file=io.StringIO(), width=20, height=5)
+    view = LastLines("\n".join(f"line {i}" for i in range(30)))
+    drawn = ["".join(s.text for s in line).strip() for line in console.render_lines(view)]
+    assert [line for line in drawn if line] == [f"line {i}" for i in range(26, 30)]
 
 
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.commands.arguments import engine_keywords, flag
-from paceline.commands.datasets import DEFAULT_OUTPUT_LEN, Dataset, open_dataset
+from paceline.commands.datasets import DEFAULT_OUTPUT_LEN, Dataset, Tokenize, open_dataset
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import (
     acceptance,
@@ -194,7 +194,7 @@ def measure_loads(
     client = session.client
     if client.num_slots < loads[-1]:
         raise ConfigError(f"--concurrency {loads[-1]} needs --max-num-seqs {loads[-1]} or more.")
-    prompts = dataset(lambda text: client.tokenizer.encode(text, add_special_tokens=False))
+    prompts = dataset(_tokenizer(session))
     common = {"temperature": args.temperature, "max_tokens": args.output_len or DEFAULT_OUTPUT_LEN}
     common |= {"ignore_eos": True} if args.ignore_eos else {}
     warm_up = {"max_tokens": _WARM_UP_TOKENS}
@@ -212,6 +212,14 @@ def measure_loads(
         pairs = zip_longest(_draft_counts(session), before, fillvalue=0)
         drafts = [after - earlier for after, earlier in pairs]
         yield _row(session, variant, concurrency, answers, elapsed_s) | _draft_columns(drafts)
+
+
+def _tokenizer(session: Session) -> Tokenize:
+    """The model's; without one, random prompts are of all token ids."""
+    client = session.client
+    if client.front.tokenizer is None:
+        return lambda text: list(range(client.info.vocab_size))
+    return lambda text: client.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _draft_counts(session: Session) -> list[int]:

@@ -26,8 +26,8 @@ HELP = """/help     this text
 /reset    forget the conversation
 /exit     leave, as Ctrl-D does
 Ctrl-C stops an answer, or clears the line.
-A line that ends with \\ goes on with the next. A message of many lines stands between two
-lines of \"\"\". Lines that are pasted together are one message."""
+A line that ends with \\ goes on with the next. Lines between two lines of
+\"\"\" are one message, and so are lines that are pasted together."""
 _BLOCK = '"""'
 
 

@@ -134,14 +134,14 @@ class MarkdownView:
             self._console.print(_markdown(self._text[:cut]))
             self._console.print()
             self._text = self._text[cut:]
-        self._live.update(_LastLines(self._text), refresh=True)
+        self._live.update(LastLines(self._text), refresh=True)
 
     def end(self) -> None:
         self._live.stop()
         self._console.print(_markdown(self._text))
 
 
-class _LastLines:
+class LastLines:
     """As much of the end of a block as the screen has lines."""
 
     def __init__(self, text: str) -> None:
