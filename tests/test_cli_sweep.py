@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -60,20 +61,21 @@ def test_a_sweep_that_was_stopped_measures_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    limit = 2
     measuring = bench_sweep.keep_busy
 
-    def stop_at_the_third(*arguments: object) -> object:
-        if len(asked) == 2:
+    def watched(*arguments: Any) -> Any:
+        if len(asked) == limit:
             raise KeyboardInterrupt
-        asked.append(arguments[3])  # type: ignore[arg-type]
-        return measuring(*arguments)  # type: ignore[arg-type]
+        asked.append(arguments[3])
+        return measuring(*arguments)
 
+    monkeypatch.setattr(bench_sweep, "keep_busy", watched)
     flags = ["--concurrency", "1", "2", "--drafters", "none", "ngram", "--draft-tokens", "2"]
-    monkeypatch.setattr(bench_sweep, "keep_busy", stop_at_the_third)
     before = sweep(tmp_path, *flags, code=130)
     assert [(r["drafter"], r["concurrency"]) for r in before] == [("none", "1"), ("none", "2")]
     asked.clear()
-    monkeypatch.setattr(bench_sweep, "keep_busy", lambda *a: asked.append(a[3]) or measuring(*a))
+    limit = 9
     after = sweep(tmp_path, *flags)
     assert asked == [1, 2]
     assert after[:2] == before
