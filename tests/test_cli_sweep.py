@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.commands import bench_sweep
-from paceline.commands.bench_sweep import best_k, by_position
+from paceline.commands.bench_sweep import best_k, by_position, drafter_name
 from tests.echo_session import use_echo
 
 LOAD = ["--num-prompts", "5", "--input-len", "6", "--output-len", "5"]
@@ -92,7 +92,7 @@ def test_other_settings_need_another_folder(
     (only,) = sweep(tmp_path, *flags, model="delay_s=0")
     assert (only["acceptance_rate"], only["acceptance_by_position"]) == ("", "")
     sweep(tmp_path, *flags, "--output-len", "7", code=2, model="delay_s=0")
-    assert "holds a sweep with other settings" in capsys.readouterr().err
+    assert "holds a sweep with another load;" in capsys.readouterr().err
     flags = ["--concurrency", "1", "2", "--drafters", "none"]  # more rows fit the same folder
     assert len(sweep(tmp_path, *flags, model="delay_s=0")) == 2
 
@@ -115,6 +115,29 @@ def test_wrong_flags_are_named(
 ) -> None:
     assert sweep(tmp_path, *flags, code=2) == []
     assert says in capsys.readouterr().err
+
+
+def test_a_wrong_model_does_not_claim_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--concurrency", "1", "--drafters", "none"]
+    monkeypatch.setattr(bench_sweep, "keep_busy", None)  # fails at the first measurement
+    with pytest.raises(TypeError):
+        sweep(tmp_path, *flags)
+    monkeypatch.undo()
+    use_echo(monkeypatch)
+    assert len(sweep(tmp_path, *flags, model="delay_s=0")) == 1
+
+
+def test_the_name_of_a_drafter_has_all_of_it_but_k() -> None:
+    names: dict[str, dict[str, Any]] = {
+        "none": {},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+        "suffix+mtp": {"method": ["suffix", "mtp"]},
+        "eagle3 a/head": {"method": "eagle3", "model": "a/head"},
+        "ngram prompt_lookup_max=8": {"method": "ngram", "prompt_lookup_max": 8},
+    }
+    assert {drafter_name(spec): spec for spec in names.values()} == names
 
 
 def row(drafter: str, k: str, load: str, speed: float, shares: str = "") -> dict[str, str]:

@@ -45,7 +45,10 @@ COLUMNS = (
 )
 NONE = "none"
 _WARM_UP_TOKENS = 8
-_LOAD = ("dataset", "dataset_name", "input_len", "output_len", "prefix_len", "num_prompts")
+_LOAD = (
+    *("dataset", "dataset_name", "input_len", "output_len", "prefix_len", "num_prompts"),
+    *("temperature", "chat", "ignore_eos"),
+)
 Row = Mapping[str, Any]
 
 
@@ -56,10 +59,6 @@ class Variant:
     drafter: str
     k: str  # "0" without a drafter
     config: EngineConfig
-
-    @property
-    def label(self) -> str:
-        return self.drafter if self.drafter == NONE else f"{self.drafter} K={self.k}"
 
     def key(self, concurrency: int) -> tuple[str, str, str]:
         return self.drafter, self.k, str(concurrency)
@@ -125,18 +124,24 @@ def _k(text: str) -> int | str:
 
 
 def drafter_name(spec: Mapping[str, Any]) -> str:
-    """`ngram`, `suffix+mtp`, or `eagle3 HEAD` with the name of its folder."""
-    method = spec.get("method", NONE if not spec else "")
-    parts = ["+".join(method) if isinstance(method, list | tuple) else method]
-    return " ".join([*parts, *([Path(spec["model"]).name] if "model" in spec else [])]).strip()
+    """`ngram`, `suffix+mtp`, `eagle3 HEAD`, `ngram prompt_lookup_max=8`: all of it but K."""
+    method = spec.get("method", "")
+    parts = [NONE if not spec else method if isinstance(method, str) else "+".join(method)]
+    if "model" in spec:
+        parts.append(str(spec["model"]))
+    named = ("method", "model", "num_speculative_tokens")
+    parts += [f"{key}={value}" for key, value in spec.items() if key not in named]
+    return " ".join(filter(None, parts))
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """What must be the same for rows of one table."""
+    """What must be the same for all rows of a table."""
     keywords = engine_keywords(args)
     keywords.pop("speculative_config", None)
-    load = {name: getattr(args, name) for name in (*_LOAD, "temperature", "chat", "ignore_eos")}
-    return {"engine": {k: str(v) for k, v in sorted(keywords.items())}, "load": load}
+    load = {name: getattr(args, name) for name in _LOAD}
+    where = {name: value for name, value in machine().items() if name != "time"}
+    found = {"engine": {k: str(v) for k, v in keywords.items()}, "load": load, "machine": where}
+    return dict(json.loads(json.dumps(found)))  # as the file will have it
 
 
 def num_requests(args: Namespace, concurrency: int) -> int:
@@ -147,34 +152,35 @@ class Results:
     """The rows so far, in sweep.csv; sweep.json says what was asked and on which machine."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        self._folder, self._asked = folder, asked
         self.csv, self.svg = folder / "sweep.csv", folder / "sweep.svg"
         self.rows: dict[tuple[str, str, str], Row] = {}
         about = folder / "sweep.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not about.exists():
-                record = {"settings": asked, "machine": machine()}
-                about.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            before = json.loads(about.read_text(encoding="utf-8"))["settings"]
-        except OSError as error:
-            raise ConfigError(f"--output-dir {folder}: {error.strerror}.") from None
-        except (ValueError, KeyError):
-            raise ConfigError(f"{about} is damaged; delete it with sweep.csv.") from None
-        if before != json.loads(json.dumps(asked)):
-            raise ConfigError(
-                f"{folder} holds a sweep with other settings; take another --output-dir, or the "
-                f"settings in {about}."
-            )
-        if self.csv.exists():
+            if not self.csv.exists():
+                return
+            before = json.loads(about.read_text(encoding="utf-8"))
             with self.csv.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
                     self.rows[row["drafter"], row["k"], row["concurrency"]] = row
-            print(f"{self.csv} has {len(self.rows)} rows already.", file=sys.stderr)
+        except OSError as error:
+            raise ConfigError(f"--output-dir {folder}: {error.strerror}.") from None
+        except (ValueError, KeyError):
+            raise ConfigError(f"--output-dir {folder} holds no sweep; take another one.") from None
+        if different := [key for key in asked if before.get(key) != asked[key]]:
+            raise ConfigError(
+                f"{folder} holds a sweep with another {' and '.join(different)}; take another "
+                f"--output-dir, or what {about} says."
+            )
+        print(f"{self.csv} has {len(self.rows)} rows already.", file=sys.stderr)
 
     def add(self, row: Row) -> None:
-        """Replaces the file as a whole, so that a killed sweep leaves no half row."""
+        """Replaces the files as a whole, so that a killed sweep leaves no half row."""
         self.rows[row["drafter"], row["k"], row["concurrency"]] = row
-        draft = self.csv.with_suffix(".tmp")
+        draft = self._folder / "sweep.tmp"
+        draft.write_text(json.dumps(self._asked, indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, self._folder / "sweep.json")
         with draft.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
@@ -203,7 +209,7 @@ def measure_loads(
     ]:
         session.wait([answer])
     for concurrency in loads:
-        progress.label = f"Sweep: {variant.label}, {concurrency} at once"
+        progress.label = f"Sweep: {_label(variant.drafter, variant.k)}, {concurrency} at once"
         client.reset_prefix_cache()  # the requests before had the same prompts
         before, started_s = _draft_counts(session), time.perf_counter()
         chosen = prompts[: num_requests(args, concurrency)]
@@ -295,7 +301,7 @@ def picture(rows: Sequence[Row]) -> str:
             label: [
                 (float(row["concurrency"]), float(row[column]))
                 for row in rows
-                if _label(row) == label and row[column] not in (None, "")
+                if _label(row["drafter"], row["k"]) == label and row[column] not in (None, "")
             ]
             for label in _labels(rows)
         }
@@ -317,14 +323,16 @@ def by_position(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Of each drafter with its largest K, at the smallest load."""
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["drafter"] for row in rows):
-        drafted = [r for r in rows if r["drafter"] == name and r["acceptance_by_position"]]
+        drafted = [row for row in rows if row["drafter"] == name and row["acceptance_by_position"]]
         if drafted:
-            most = max(len(row["acceptance_by_position"].split()) for row in drafted)
-            wide = [r for r in drafted if len(r["acceptance_by_position"].split()) == most]
-            row = min(wide, key=lambda row: int(row["concurrency"]))
-            shares = map(float, row["acceptance_by_position"].split())
-            found[_label(row)] = {str(i): share for i, share in enumerate(shares, 1)}
+            most = max(drafted, key=lambda row: (len(_shares(row)), -int(row["concurrency"])))
+            shares = {str(i): share for i, share in enumerate(_shares(most), 1)}
+            found[_label(name, most["k"])] = shares
     return found
+
+
+def _shares(row: Row) -> list[float]:
+    return [float(share) for share in row["acceptance_by_position"].split()]
 
 
 def best_k(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -347,7 +355,7 @@ def best_rows(rows: Sequence[Row]) -> list[tuple[str, str]]:
         here = [row for row in rows if row["concurrency"] == load]
         best = _fastest(here)
         speed = float(best["output_tokens_per_s"])
-        parts = [f"{_label(best)}: {short(speed)} tok/s"]
+        parts = [f"{_label(best['drafter'], best['k'])}: {short(speed)} tok/s"]
         if best["tpot_ms_p50"] != "":
             parts.append(f"{short(float(best['tpot_ms_p50']))} ms per token")
         plain = [float(r["output_tokens_per_s"]) for r in here if r["drafter"] == NONE]
@@ -361,9 +369,9 @@ def _fastest(rows: Iterable[Row]) -> Row:
     return max(rows, key=lambda row: float(row["output_tokens_per_s"]))
 
 
-def _label(row: Row) -> str:
-    return row["drafter"] if row["drafter"] == NONE else f"{row['drafter']} K={row['k']}"
+def _label(drafter: str, k: str) -> str:
+    return drafter if drafter == NONE else f"{drafter} K={k}"
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(map(_label, rows)))
+    return list(dict.fromkeys(_label(row["drafter"], row["k"]) for row in rows))

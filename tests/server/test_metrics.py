@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.server.serving import Served, serving
 
 NAMES = {
     "paceline:e2e_request_latency_seconds",
+    "paceline:engine_info",
     "paceline:engine_restarts_total",
     "paceline:generation_tokens_total",
     "paceline:inter_token_latency_seconds",
@@ -69,6 +71,25 @@ def samples(text: str) -> dict[str, float]:
             suffix = "".join(f"{{{k}={v}}}" for k, v in sorted(labels.items()))
             found[sample.name + suffix] = sample.value
     return found
+
+
+@pytest.mark.parametrize(
+    ("methods", "k", "host", "named"),
+    [
+        ((), 0, 7, "none"),
+        (("ngram",), 5, 7, "ngram, K = 5"),
+        (("suffix", "mtp"), 1, 7, "suffix + mtp, K = 1"),
+        (("suffix",), 0, 3, "suffix, K = 3"),
+    ],
+)
+def test_the_engine_is_told_by_labels(
+    methods: tuple[str, ...], k: int, host: int, named: str
+) -> None:
+    metrics = Metrics()
+    info = replace(INFO, draft_methods=methods, max_k=k, max_host_drafts=host, dtype="bfloat16")
+    metrics.attach(EngineStats(), info, "tiny")
+    found = samples(metrics.text().decode())
+    assert found[f"paceline:engine_info{{device=cpu}}{{drafter={named}}}{{dtype=bfloat16}}"] == 1
 
 
 def test_the_names_are_frozen() -> None:
