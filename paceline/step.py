@@ -322,10 +322,9 @@ class RunnerInfo:
 
     @property
     def drafter(self) -> str:
-        """`ngram, K = 5`, or `none`."""
-        if not self.draft_methods:
-            return "none"
-        return f"{' + '.join(self.draft_methods)}, K = {self.max_k or self.max_host_drafts}"
+        """`ngram, K = 5`, `none`, or a lookup of the host by its name alone."""
+        k = f", K = {self.max_k}" if self.max_k else ""
+        return f"{' + '.join(self.draft_methods) or 'none'}{k}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import build_parser
 from paceline.commands.datasets import open_dataset
 from paceline.commands.prompts import PromptRecord
 from paceline.errors import ConfigError
@@ -46,6 +47,17 @@ def test_random_prompts_have_exact_lengths_and_depend_on_the_seed() -> None:
     assert {json.dumps(p.sampling) for p in found} == {'{"max_tokens": 5, "ignore_eos": true}'}
     assert found == prompts(input_len=9, output_len=5, prefix_len=3, dataset_name="random")
     assert found != prompts(input_len=9, output_len=5, prefix_len=3, seed=1)
+
+
+def test_random_messages_are_text() -> None:
+    found = prompts(input_len=9, chat=True)
+    assert {len(str((p.messages or [{}])[0]["content"]).split()) for p in found} == {9}
+
+
+def test_the_lengths_have_vllms_names_too() -> None:
+    argv = ["bench", "serve", "--random-input-len", "5", "--sharegpt-output-len", "6"]
+    args = build_parser().parse_args([*argv, "--dataset-path", "x", "--sonnet-prefix-len", "7"])
+    assert (args.input_len, args.output_len, args.prefix_len, args.dataset) == (5, 6, 7, "x")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The module with the name of a command implements it.
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +118,7 @@ def _bench_sweep(parser: ArgumentParser) -> None:
 
 
 def _dataset(group: Any) -> None:
-    """vLLM's flags for data sets. Its `--dataset-path` is our `--dataset`."""
+    """vLLM's flags for data sets. Its names of one length by data set are not shown."""
     names = ("random", "sharegpt", "custom", "sonnet")
     metavar = "{" + ",".join(names) + "}"
     text = "format of the data set [by its content]"
@@ -128,6 +128,15 @@ def _dataset(group: Any) -> None:
     _number(group, "--input-len", None, "tokens in a random prompt [128; sonnet 550]")
     _number(group, "--output-len", None, "tokens in an answer [128, or what the data set says]")
     _number(group, "--prefix-len", None, "tokens that all prompts share [0; sonnet 200]")
+    for kind in (
+        "random-input",
+        "sonnet-input",
+        *(f"{n}-output" for n in names),
+        "random-prefix",
+        "sonnet-prefix",
+    ):
+        name = f"{kind.partition('-')[2]}_len"
+        group.add_argument(f"--{kind}-len", dest=name, type=int, help=SUPPRESS)
     _number(group, "--temperature", 0.0, "0 is greedy")
     text = "send each prompt as a user message, with the chat template"
     group.add_argument("--chat", action="store_true", help=text)

@@ -71,7 +71,7 @@ def _maker(args: Namespace) -> MakePrompts:
             raise ConfigError(f"--dataset-name {name} needs its file: --dataset-path FILE.")
         prompt = _Lengths(128 if args.input_len is None else args.input_len)
         output = _Lengths(args.output_len or DEFAULT_OUTPUT_LEN)
-        return _Synthetic(prompt, output, args.prefix_len or 0, args.seed or 0).prompts
+        return _Synthetic(prompt, output, args.prefix_len or 0, args.seed or 0, args.chat).prompts
     options = _spec(given)
     if options is not None and "path" not in options:
         return _Synthetic.read(options, args).prompts
@@ -82,7 +82,9 @@ def _maker(args: Namespace) -> MakePrompts:
     is_sharegpt = rows and rows[0].keys() & {"conversations", "conversation"}
     if name == "sharegpt" or (name is None and is_sharegpt):
         return _sharegpt(path, rows, args)
-    return lambda _: (_from_row(f"{path}: row {i}", row, args) for i, row in enumerate(rows, 1))
+    used = enumerate(rows[: args.num_prompts], 1)
+    found = [_from_row(f"{path}: row {i}", row, args) for i, row in used]
+    return lambda _: iter(found)
 
 
 def _spec(text: str) -> dict[str, str] | None:
@@ -126,6 +128,7 @@ class _Synthetic:
     output: _Lengths
     prefix_len: int  # tokens that all prompts begin with
     seed: int
+    as_text: bool  # for messages, which have no token ids
 
     @classmethod
     def read(cls, options: dict[str, str], args: Namespace) -> _Synthetic:
@@ -145,11 +148,11 @@ class _Synthetic:
         prompt = _lengths("prompt", options)
         assert prompt is not None
         prefix_len = args.prefix_len or int(_number("prefix_tokens", options) or 0)
-        return cls(prompt, output, prefix_len, args.seed or 0)
+        return cls(prompt, output, prefix_len, args.seed or 0, args.chat)
 
     def prompts(self, tokenize: Tokenize | None) -> Iterator[PromptRecord]:
         rng, words = random.Random(self.seed), _WORDS.split()
-        ids = tokenize(" ".join(words)) if tokenize else None
+        ids = tokenize(" ".join(words)) if tokenize and not self.as_text else None
         pool: list[Any] = ids or words
         prefix = rng.choices(pool, k=self.prefix_len)
         while True:
