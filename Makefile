@@ -85,7 +85,7 @@ $(VENV)/.triton: $(VENV)/.torch
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet '$(TRITON)'
 	@touch $@
 
-$(eval $(call extras_stamp,server,server$(comma)tools))
+$(eval $(call extras_stamp,server,server$(comma)tools$(comma)terminal))
 $(eval $(call extras_stamp,test,server$(comma)test))
 $(eval $(call extras_stamp,more,server$(comma)test$(comma)ray-serve))
 $(eval $(call extras_stamp,dev,server$(comma)test$(comma)dev))

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.draw_lines import Chart, draw
 from paceline.engine import router as routing
 from paceline.engine.router import Router
+from paceline.observe.plots import grid, line_chart
 
 RECORDS = Path(__file__).parent / "results" / "h200"
 BLOCK = 512  # tokens of one hash id in the Mooncake trace
@@ -246,23 +246,24 @@ def scaled(arrivals: Sequence[Arrival], load: float) -> list[Arrival]:
     return [Arrival(a.time_s / load, a.prompt, a.output, a.blocks) for a in arrivals]
 
 
-def charts(results: dict[str, dict[str, Any]], loads: list[float], per_s: float) -> list[Chart]:
-    x = [load * per_s for load in loads]
-    return [
-        Chart(
-            f"{name} {percentile}",
-            "requests per second",
-            "ms",
-            x,
-            {
-                rule: [results[rule][str(load)][key][percentile] for load in loads]
-                for rule in results
-            },
-            log_y=True,
-        )
-        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
-        for percentile in ("p50", "p99")
-    ]
+def picture(results: dict[str, dict[str, Any]], loads: list[float], per_s: float) -> str:
+    """Four charts with one line for each rule."""
+    return grid(
+        [
+            line_chart(
+                f"{name} {percentile}",
+                "requests per second",
+                "ms",
+                {
+                    rule: [(load * per_s, found[str(load)][key][percentile]) for load in loads]
+                    for rule, found in results.items()
+                },
+                log_y=True,
+            )
+            for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
+            for percentile in ("p50", "p99")
+        ]
+    )
 
 
 def main() -> None:
@@ -311,7 +312,7 @@ def main() -> None:
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.svg:
-        options.svg.write_text(draw(charts(results, loads, per_s)), encoding="utf-8")
+        options.svg.write_text(picture(results, loads, per_s), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from paceline.observe.plots import document, nice_step
 from paceline.observe.trace import LANES, Span
 
 WIDTH, LEFT, RIGHT = 960, 84, 16
@@ -105,18 +106,13 @@ def draw(runs: Sequence[Run]) -> str:
     length_s = max(run.length_s for run in runs)
     scale = (WIDTH - LEFT - RIGHT) / length_s
     height = sum(run.height + GAP for run in runs) + AXIS
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img">',
-        f"<style>{STYLE}</style>",
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-    ]
+    parts: list[str] = []
     top = 0
     for run in runs:
         parts += _draw_run(run, top, scale)
         top += run.height + GAP
     parts += _draw_axis(length_s, top, scale)
-    return "\n".join([*parts, "</svg>", ""])
+    return document(WIDTH, height, parts, STYLE)
 
 
 def _draw_run(run: Run, top: int, scale: float) -> list[str]:
@@ -163,7 +159,7 @@ def _draw_idle(before: Span, after: Span, y: int, scale: float) -> list[str]:
 
 
 def _draw_axis(length_s: float, top: int, scale: float) -> list[str]:
-    step_s = _nice(length_s / 8)
+    step_s = nice_step(length_s / 8)
     parts = []
     for number in range(int(length_s / step_s) + 1):
         x = LEFT + number * step_s * scale
@@ -186,14 +182,6 @@ def summary(run: Run) -> str:
         f"a step every {_time(median(step_s))}, the device idles {_time(median(idle_s))} "
         f"before each ({share:.1%})"
     )
-
-
-def _nice(value_s: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
-    power = 1e-9
-    while power * 10 <= value_s:
-        power *= 10
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= value_s)
 
 
 def _time(seconds: float) -> str:

@@ -381,6 +381,19 @@ def torchrun_from_env() -> Torchrun | None:
     )
 
 
+@dataclass(frozen=True)
+class TerminalStyles:
+    """What the user wants of terminals: NO_COLOR (no-color.org) and TERM."""
+
+    has_colour: bool
+    is_dumb: bool  # it knows no escape sequences
+
+
+def terminal_styles_from_env() -> TerminalStyles:
+    is_dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    return TerminalStyles(not os.environ.get("NO_COLOR") and not is_dumb, is_dumb)
+
+
 def cluster_key_from_env() -> str | None:
     return os.environ.get("PACELINE_CLUSTER_KEY") or None
 

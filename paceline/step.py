@@ -320,6 +320,12 @@ class RunnerInfo:
         """The most drafts that a row verifies, whoever proposes them."""
         return max(self.max_k, self.max_host_drafts)
 
+    @property
+    def drafter(self) -> str:
+        """`ngram, K = 5`, `none`, or a lookup of the host by its name alone."""
+        k = f", K = {self.max_k}" if self.max_k else ""
+        return f"{' + '.join(self.draft_methods) or 'none'}{k}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:

@@ -26,4 +26,5 @@ def use_echo(monkeypatch: pytest.MonkeyPatch, front: Front | None = None) -> Non
         EngineClient.start, in_process=True, factory=FACTORY, front=front or echo_front()
     )
     monkeypatch.setattr(loading, "start_engine", start)
+    monkeypatch.setattr(loading, "check_model", lambda config: None)
     monkeypatch.setattr(session.Session, "chat_template", PlainTemplate())

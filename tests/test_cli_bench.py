@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.commands.http_stream import Endpoint
-from paceline.commands.report import spread, step_rows, step_times
+from paceline.commands.report import short, spread, step_rows, step_times
 from paceline.engine.messages import RESTED, StepTimes
 from paceline.errors import ConfigError
 from tests.echo_session import use_echo
@@ -49,6 +50,7 @@ def test_latency_gives_json_and_a_table(
     assert 0 < steps["idle_share"]["p50"] < 1
     assert steps["host_ms"]["p50"] > 0
     table = capsys.readouterr().out
+    assert re.match(r"Model +echo\nDevice +cpu, float32\nDrafter +none\n", table)
     assert "Time to first token (ms)" in table
     assert "4 of 3 requests" in table
     assert "Device idle between steps (µs)" in table
@@ -91,8 +93,9 @@ def test_a_load_of_nothing_is_refused(flag: str, capsys: pytest.CaptureFixture[s
 class FakeServer:
     """Speaks just enough of the API: models, metrics, and streams of four tokens."""
 
-    def __init__(self, fail_every: int = 0) -> None:
+    def __init__(self, fail_every: int = 0, *, has_tokenizer: bool = True) -> None:
         self.fail_every = fail_every
+        self.has_tokenizer = has_tokenizer
         self.requests: list[dict[str, Any]] = []
         self.num_metrics = 0
         self.most_at_once = 0
@@ -103,6 +106,12 @@ class FakeServer:
         path = head.split()[1]
         if path == "/v1/models":
             self._reply(writer, json.dumps({"data": [{"id": "fake"}]}))
+        elif path == "/tokenize" and not self.has_tokenizer:
+            self._reply(writer, "{}", "404 Not Found")
+        elif path == "/tokenize":
+            length = int(head.lower().split("content-length:")[1].split()[0])
+            text = json.loads(await reader.readexactly(length))["prompt"]
+            self._reply(writer, json.dumps({"tokens": [len(word) for word in text.split()]}))
         elif path == "/metrics":
             self._reply(writer, self._metrics())
         else:
@@ -118,7 +127,10 @@ class FakeServer:
         self.num_metrics += 1
         stem = 'x:spec_decode_num_{}_total{{model="fake"}} {}\n'
         counts = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 12}
-        return "".join(stem.format(n, v * self.num_metrics) for n, v in counts.items())
+        lines = [stem.format(n, v * self.num_metrics) for n, v in counts.items()]
+        stem = 'x:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}} {}\n'
+        lines += [stem.format(i, n * self.num_metrics) for i, n in enumerate((8, 4, 0))]
+        return "".join([*lines, 'x:engine_info{device="abacus",dtype="beads",drafter="guess"} 1\n'])
 
     async def _complete(self, writer: asyncio.StreamWriter) -> None:
         if self.fail_every and len(self.requests) % self.fail_every == 0:
@@ -182,12 +194,26 @@ def test_the_load_generator_measures_a_running_server(
     assert measured["itl_ms"]["p50"] >= 4
     assert measured["acceptance_rate"] == 0.4
     assert measured["tokens_per_step"] == 2.2
+    assert measured["acceptance_by_position"] == [0.8, 0.4, 0.0]
+    assert (found["device"], found["dtype"], found["drafter"]) == ("abacus", "beads", "guess")
     assert {r["path"] for r in server.requests} == {"/v1/completions"}
     assert {r["max_tokens"] for r in server.requests} == {6}
-    assert len({r["prompt"] for r in server.requests}) == 8
+    assert {r["ignore_eos"] for r in server.requests} == {True}
+    assert {len(r["prompt"]) for r in server.requests} == {12}  # token ids
+    assert len({tuple(r["prompt"]) for r in server.requests}) == 8
     table = capsys.readouterr().out
+    assert re.search(r"Model +fake\n", table)
+    assert re.search(r"Device +abacus, beads\nDrafter +guess\n", table)
+    assert re.search(r"Accepted by position +80.0%  40.0%  0%\n", table)
     assert "8 completed, 0 failed" in table
     assert "Drafts accepted" in table
+
+
+def test_a_server_without_a_tokenizer_gets_words() -> None:
+    server = FakeServer(has_tokenizer=False)
+    with running(server) as url:
+        assert main(["bench", "serve", "--base-url", url, "--num-prompts", "2", *LOAD]) == 0
+    assert {len(r["prompt"].split()) for r in server.requests} == {12}
 
 
 def test_requests_leave_on_schedule_without_waiting_for_answers() -> None:
@@ -265,11 +291,29 @@ def test_a_bubble_is_a_share_of_its_own_step() -> None:
     assert found["host_share_of_device"] == 0.3333
     assert step_times(times[:1]) == {}
     table = dict(step_rows(found))
-    assert table["Device idle, share of the step"] == "p50 25.00%  all 18.75%"
-    assert table["Host work, share of device work"] == "p50 33.3% of 3.000 ms"
+    assert table["Device idle, share of the step"] == "p50 25.0%  all 18.8%"
+    assert table["Host work, share of device work"] == "p50 33.3% of 3.00 ms"
 
 
 def test_percentiles_are_those_of_the_values() -> None:
     found = spread([float(i) for i in range(1, 102)], 1e3)
     assert found == {"mean": 51_000.0, "p50": 51_000.0, "p90": 91_000.0, "p99": 100_000.0}
     assert spread([]) == {}
+
+
+def test_tables_show_three_significant_digits() -> None:
+    values = (0, 0.012345, 4.5678, 78.94, 99.96, 1234.5, 1e6)
+    shown = ["0", "0.0123", "4.57", "78.9", "100", "1,230", "1,000,000"]
+    assert [short(value) for value in values] == shown
+
+
+def test_a_server_that_cannot_start_says_why_and_is_quiet_otherwise(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "serve", "./no-such-model.gguf", "--num-prompts", "2"]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines[0].endswith("measuring a server that it starts")
+    assert lines[1] == "paceline: The server ended with code 1 before it was ready:"
+    assert "no-such-model.gguf is not a file or folder" in lines[-1]

@@ -69,10 +69,20 @@ def test_the_system_prompt_stays_after_a_reset(
 def test_an_unknown_slash_command_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(monkeypatch, ["/help", ""], "slots=2") == 0
+    assert talk(monkeypatch, ["/hlp", "", "/help"], "slots=2") == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "There is no /help. /reset forgets" in captured.err
+    assert "There is no /hlp. /help lists" in captured.err
+    assert "/reset    forget the conversation" in captured.err
+    assert "\x1b" not in captured.err
+
+
+def test_a_message_may_have_many_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["a\\", "b", "/reset", '"""', "", "/exit", '"""', "/reset", '"""', "unfinished"]
+    assert talk(monkeypatch, lines, "slots=2", "--max-tokens", "12") == 0
+    assert capsys.readouterr().out == "user:a\nb|use\nuser:\n/exit|\nuser:unfinis\n"
 
 
 def test_a_conversation_that_is_too_long_says_so_and_goes_on(

@@ -131,3 +131,31 @@ def test_an_engine_that_fails_is_one_line_of_ours(
     ours = [line for line in lines if line.startswith("paceline: ")]
     assert len(ours) == 1
     assert reason in ours[0]
+
+
+class Unread(io.StringIO):
+    """A standard input that must not be read."""
+
+    def read(self, size: int | None = -1, /) -> str:
+        raise AssertionError("stdin was read")
+
+
+def test_a_prompt_may_be_given_as_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Unread())
+    assert main(["generate", MODEL, "--prompt", "two\nlines", "--max-tokens", "5"]) == 0
+    (found,) = records(capsys.readouterr().out)
+    assert (found["prompt"], found["outputs"][0]["text"]) == ("two\nlines", "two\nl")
+    assert main(["generate", MODEL, "--prompt", "a", "--input", "b"]) == 2
+    assert "--prompt and --input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["./no-such-folder", "no-owner", "no/such.gguf"])
+def test_a_model_that_is_not_there_is_named_before_stdin_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    monkeypatch.undo()  # the true check of MODEL
+    monkeypatch.setattr("sys.stdin", Unread())
+    assert main(["generate", model]) == 1
+    assert "is not a file or folder" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from docs.write_reference import pages
-from paceline.cli import build_parser, main
+from paceline.cli import build_parser, leaf_parsers, main
 from paceline.commands.arguments import (
     dataclass_from,
     engine_config,
@@ -238,6 +238,12 @@ def test_a_config_file_holds_flags_and_given_flags_win(
         "enable_prefix_caching": True,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     }
+
+
+def test_a_config_file_may_use_any_name_of_a_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.json", '{"dataset-path": "a.jsonl", "random_input_len": 3}')
+    leaf = next(p for p in leaf_parsers(build_parser()) if p.prog == "paceline bench serve")
+    assert read_config_file(path, leaf) == {"dataset": "a.jsonl", "input_len": 3}
 
 
 @pytest.mark.parametrize(

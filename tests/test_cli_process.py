@@ -66,6 +66,7 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
         ("chat some/model", "loading some/model"),
         ("bench latency", "loading SmolLM2-135M-Instruct"),
         ("bench serve --base-url http://127.0.0.1:9", "measuring http://127.0.0.1:9"),
+        ("bench sweep some/model", "sweeping some/model"),
         ("convert a.gguf b", "converting a.gguf"),
     ],
 )

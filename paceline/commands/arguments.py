@@ -142,7 +142,12 @@ def speculative_config(text: str) -> dict[str, Any]:
 def read_config_file(path: str, parser: ArgumentParser) -> dict[str, Any]:
     """The values of a --config file by argparse dest. Each key must be a flag of `parser`."""
     values = _parse_file(Path(path))
-    actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config")}
+    taken = [a for a in parser._actions if a.dest not in ("help", "config")]
+    actions = {a.dest: a for a in taken}
+    for action in taken:
+        if not isinstance(action, BooleanOptionalAction):  # its --no-... is the value false
+            names = [option.lstrip("-").replace("-", "_") for option in action.option_strings]
+            actions |= dict.fromkeys(names, action)
     found = {}
     for key, value in values.items():
         name = key.removeprefix("--").replace("-", "_")
@@ -151,7 +156,7 @@ def read_config_file(path: str, parser: ArgumentParser) -> dict[str, Any]:
             known = [a.replace("_", "-") for a in actions]
             hint = nearest(name.replace("_", "-"), known)
             raise ConfigError(f"{path}: {key!r} is not a flag of {parser.prog}.{hint}")
-        found[name] = _file_value(path, key, value, actions[name])
+        found[actions[name].dest] = _file_value(path, key, value, actions[name])
     return found
 
 

@@ -1,4 +1,7 @@
-"""`paceline bench`: latency and throughput of the engine; `bench serve` measures over HTTP."""
+"""`paceline bench`: latency and throughput of the engine.
+
+`bench_serve` measures over HTTP, `bench_sweep` varies load and drafter.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from paceline.commands import bench_serve
+from paceline.commands import bench_serve, bench_sweep
 from paceline.commands.arguments import engine_config
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import (
     acceptance,
     acceptance_rows,
+    engine_rows,
     machine,
     publish,
     resolved,
+    short,
     spread,
     spread_rows,
     step_rows,
     step_times,
+    token_latencies,
     token_latency_rows,
 )
 from paceline.commands.session import Answer, Session, open_session
@@ -31,27 +37,37 @@ from paceline.request import SamplingParams
 
 
 def run(args: Namespace) -> int:
-    names = ("batch_size", "num_iters", "num_prompts", "input_len", "output_len")
+    names = ("batch_size", "num_iters", "num_prompts", "input_len", "output_len", "prefix_len")
     for name in names:
-        if (value := getattr(args, name, 1)) < 1:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     if args.kind == "serve":
         return bench_serve.run(args)
+    if args.kind == "sweep":
+        return bench_sweep.run(args)
     config = engine_config(args)
     trace = _writable(args.trace)
     with open_session(config) as session:
         result, rows = (latency if args.kind == "latency" else throughput)(session, args)
         stats, info = session.client.stats, session.client.info
         spans = session.client.take_trace() if trace is not None else []
-    drafts = acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+    drafts = acceptance(
+        stats.num_drafts,
+        stats.num_draft_tokens,
+        stats.num_accepted_tokens,
+        stats.accepted_per_position,
+    )
     steps = step_times(stats.recent)
     result |= drafts | {"steps": steps}
+    rows = engine_rows(info.model_name, info.device, info.dtype, info.drafter) + rows
     rows += step_rows(steps) + acceptance_rows(drafts)
     record = {
         "bench": args.kind,
         "model": info.model_name,
         "device": info.device,
         "dtype": info.dtype,
+        "drafter": info.drafter,
         "config": resolved(config, info),
         "machine": machine(),
         "results": result,
@@ -115,7 +131,7 @@ def latency(session: Session, args: Namespace) -> tuple[dict[str, Any], list[tup
         ("Tokens", f"{args.input_len} in, {args.output_len} out"),
         *spread_rows("Latency of a batch", "ms", result["latency_ms"]),
         *token_latency_rows(result),
-        ("Output", f"{tokens_per_s:,.1f} tok/s"),
+        ("Output", f"{short(tokens_per_s)} tok/s"),
     ]
     return result, rows
 
@@ -148,9 +164,12 @@ def throughput(session: Session, args: Namespace) -> tuple[dict[str, Any], list[
         **token_latencies(answers),
     }
     rows = [
-        ("Requests", f"{args.num_prompts} in {elapsed_s:.2f} s, {result['requests_per_s']:.2f}/s"),
-        ("Output", f"{result['output_tokens_per_s']:,.1f} tok/s"),
-        ("Input and output", f"{result['total_tokens_per_s']:,.1f} tok/s"),
+        (
+            "Requests",
+            f"{args.num_prompts} in {short(elapsed_s)} s, {short(result['requests_per_s'])}/s",
+        ),
+        ("Output", f"{short(result['output_tokens_per_s'])} tok/s"),
+        ("Input and output", f"{short(result['total_tokens_per_s'])} tok/s"),
         *token_latency_rows(result),
     ]
     return result, rows
@@ -168,18 +187,6 @@ class RandomPrompts:
     def take(self, count: int) -> list[PromptRecord]:
         draw = self._random.choices
         return [PromptRecord(token_ids=draw(self._ids, k=self._length)) for _ in range(count)]
-
-
-def token_latencies(answers: list[Answer]) -> dict[str, dict[str, float]]:
-    """Time to first token, and mean time of the tokens after the first arrival, per answer."""
-    ttft_s, tpot_s = [], []
-    for answer in answers:
-        if answer.arrivals:
-            first, last = answer.arrivals[0], answer.arrivals[-1]
-            ttft_s.append(first[0] - answer.metrics.arrival_time)
-            if len(answer.arrivals) > 1:
-                tpot_s.append((last[0] - first[0]) / (answer.num_tokens - first[1]))
-    return {"ttft_ms": spread(ttft_s, 1e3), "tpot_ms": spread(tpot_s, 1e3)}
 
 
 def _fixed_length(output_len: int) -> SamplingParams:

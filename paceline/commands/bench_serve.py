@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -22,29 +23,35 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.commands.arguments import engine_keywords, flag
-from paceline.commands.http_stream import Endpoint, RequestFailed, Unreachable, get, post_events
-from paceline.commands.prompts import PromptRecord, read_prompts
+from paceline.commands.datasets import DEFAULT_OUTPUT_LEN, Dataset, Tokenize, open_dataset
+from paceline.commands.http_stream import (
+    Endpoint,
+    RequestFailed,
+    Unreachable,
+    get,
+    post,
+    post_events,
+)
+from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import (
     acceptance,
     acceptance_rows,
+    engine_rows,
     machine,
     publish,
+    short,
     spread,
     spread_rows,
     token_latency_rows,
 )
 from paceline.errors import ConfigError, EngineDead
-from paceline.observe.progress import ProgressLine
+from paceline.observe.progress import ProgressLine, StatusLine
 
 _START_LIMIT_S = 600.0
 _STOP_LIMIT_S = 40.0
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student "
-    "group country problem hand part place case week company system program question work "
-    "government number night point home water room mother area money story fact month lot right "
-    "study book eye job word business issue side kind head house service friend father power "
-    "hour game line"
-)
+_SHOWN_LOG_LINES = 5
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ENGINE = ("device", "dtype", "drafter")  # labels of paceline:engine_info
 
 
 @dataclass
@@ -63,53 +70,70 @@ class RequestTiming:
         return [later - earlier for earlier, later in pairwise(self.arrivals_s)]
 
 
+@dataclass
+class Scraped:
+    """Of /metrics: draft counters by name, accepted drafts by position, and what the engine is."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    per_position: dict[int, float] = field(default_factory=dict)
+    engine: dict[str, str] = field(default_factory=dict)
+
+
 def run(args: Namespace) -> int:
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0.")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
-    keywords = engine_keywords(args)
+    dataset, keywords = open_dataset(args), engine_keywords(args)
     if args.base_url is not None:
         if given := sorted(set(keywords) - {"speculative_config", "seed"}):
             flags = ", ".join(map(flag, given))
             raise ConfigError(
                 f"--base-url measures a running server; give {flags} when you start that server."
             )
-        return asyncio.run(measure(args, Endpoint.parse(args.base_url, args.api_key)))
+        return measure(args, Endpoint.parse(args.base_url, args.api_key), dataset)
     with own_server(keywords) as endpoint:
-        return asyncio.run(measure(args, endpoint))
+        return measure(args, endpoint, dataset)
 
 
-async def measure(args: Namespace, endpoint: Endpoint) -> int:
-    try:
-        model = json.loads(await get(endpoint, "/v1/models"))["data"][0]["id"]
-        before = await scrape(endpoint)
-    except (RequestFailed, ValueError, KeyError, IndexError) as error:
-        where = "" if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: "
-        raise EngineDead(f"{where}{error}") from None
-    prompts = load_prompts(args)
-    started_s = time.perf_counter()
-    timings = await send_requests(args, endpoint, model, prompts)
-    elapsed_s = time.perf_counter() - started_s
-    after = await scrape(endpoint)
-    result = summarise(timings, elapsed_s, args) | drafts_between(before, after)
-    record = {"bench": "serve", "model": model, "machine": machine(), "results": result}
-    publish(record, table(result), args.output_json)
+def measure(args: Namespace, endpoint: Endpoint, dataset: Dataset) -> int:
+    model, before = asyncio.run(first_look(endpoint))
+    prompts = dataset(tokenizer_of(endpoint, model))
+    timings = asyncio.run(send_requests(args, endpoint, model, prompts))
+    after = asyncio.run(scrape(endpoint))
+    result = summarise(timings, args) | drafts_between(before, after)
+    engine = {name: after.engine.get(name, "not reported") for name in _ENGINE}
+    record = {"bench": "serve", "model": model, **engine, "machine": machine(), "results": result}
+    publish(record, engine_rows(model, **engine) + table(result), args.output_json)
     failed = [timing.error for timing in timings if timing.error]
     if failed:
         print(f"paceline: {len(failed)} requests failed, the first: {failed[0]}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def load_prompts(args: Namespace) -> list[PromptRecord]:
-    """Prompts of the data set, repeated if it is too short; or random words."""
-    if args.dataset_path is not None:
-        found = read_prompts(args.dataset_path)
-        return [found[i % len(found)] for i in range(args.num_prompts)]
-    words = random.Random(args.seed or 0)
-    vocabulary = _WORDS.split()
-    texts = (" ".join(words.choices(vocabulary, k=args.input_len)) for _ in range(args.num_prompts))
-    return [PromptRecord(text=text) for text in texts]
+async def first_look(endpoint: Endpoint) -> tuple[str, Scraped]:
+    """The name of the model, and the counters before the load."""
+    try:
+        model = json.loads(await get(endpoint, "/v1/models"))["data"][0]["id"]
+        return model, await scrape(endpoint)
+    except (RequestFailed, ValueError, KeyError, IndexError) as error:
+        where = "" if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: "
+        raise EngineDead(f"{where}{error}") from None
+
+
+def tokenizer_of(endpoint: Endpoint, model: str) -> Tokenize | None:
+    """The server's tokenizer; None if the server has no /tokenize."""
+
+    def tokenize(text: str) -> list[int]:
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        ids: list[int] = asyncio.run(post(endpoint, "/tokenize", body))["tokens"]
+        return ids
+
+    try:
+        tokenize("a")
+    except (RequestFailed, ValueError, KeyError, TypeError):
+        return None
+    return tokenize
 
 
 async def send_requests(
@@ -137,17 +161,17 @@ async def send_requests(
 def request_body(prompt: PromptRecord, model: str, args: Namespace) -> dict[str, Any]:
     body = {
         "model": model,
-        "max_tokens": args.output_len,
+        "max_tokens": args.output_len or DEFAULT_OUTPUT_LEN,
         "temperature": args.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if args.ignore_eos:
+        body["ignore_eos"] = True
     if prompt.messages is not None:
         return body | {"messages": prompt.messages} | dict(prompt.sampling)
     asked = prompt.text if prompt.token_ids is None else prompt.token_ids
-    # Answers to random words have no natural end, so their length is fixed.
-    fixed = {} if args.dataset_path is not None else {"ignore_eos": True}
-    return body | {"prompt": asked} | fixed | dict(prompt.sampling)
+    return body | {"prompt": asked} | dict(prompt.sampling)
 
 
 async def one_request(
@@ -175,7 +199,8 @@ def take_event(timing: RequestTiming, event: dict[str, Any]) -> None:
         timing.num_out = usage["completion_tokens"]
 
 
-def summarise(timings: list[RequestTiming], elapsed_s: float, args: Namespace) -> dict[str, Any]:
+def summarise(timings: list[RequestTiming], args: Namespace) -> dict[str, Any]:
+    elapsed_s = max(t.done_s for t in timings) - min(t.sent_s for t in timings)
     good = [timing for timing in timings if timing.error is None]
     seen = [timing for timing in good if timing.arrivals_s]
     num_out = sum(timing.num_out for timing in good)
@@ -205,11 +230,12 @@ def summarise(timings: list[RequestTiming], elapsed_s: float, args: Namespace) -
 
 def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     counts = f"{result['completed']} completed, {result['failed']} failed"
-    asked = f"{result['request_rate']}/s asked, {result['requests_per_s']:.2f}/s served"
+    asked = f"{result['request_rate']}/s asked, {short(result['requests_per_s'])}/s served"
     return [
-        ("Requests", f"{counts} in {result['elapsed_s']:.2f} s"),
+        ("Requests", f"{counts} in {short(result['elapsed_s'])} s"),
         ("Request rate", asked),
-        ("Output", f"{result['output_tokens_per_s']:,.1f} tok/s"),
+        ("Tokens", f"{result['input_tokens']:,} in, {result['output_tokens']:,} out"),
+        ("Output", f"{short(result['output_tokens_per_s'])} tok/s"),
         *token_latency_rows(result),
         *spread_rows("Inter-token latency", "ms", result["itl_ms"]),
         *spread_rows("End to end", "ms", result["e2e_ms"]),
@@ -217,46 +243,71 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-async def scrape(endpoint: Endpoint) -> dict[str, float]:
-    """The server's draft counters by name without prefix (paceline:, vllm:); {} if it has none."""
+async def scrape(endpoint: Endpoint) -> Scraped:
+    """What /metrics says, under any prefix (paceline:, vllm:). Empty if there is none."""
+    found = Scraped()
     try:
         text = await get(endpoint, "/metrics")
     except RequestFailed:
-        return {}
-    found: dict[str, float] = {}
+        return found
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        stem = name.partition("{")[0].partition(":")[2]
-        if stem.startswith("spec_decode_num_") and "per_pos" not in stem:
-            with contextlib.suppress(ValueError):
-                found[stem] = found.get(stem, 0.0) + float(value)
+        stem, labels = name.partition("{")[0].partition(":")[2], dict(_LABEL.findall(name))
+        with contextlib.suppress(ValueError, KeyError):
+            if stem == "engine_info":
+                found.engine = labels
+            elif stem == "spec_decode_num_accepted_tokens_per_pos_total":
+                position = int(labels["position"])
+                found.per_position[position] = found.per_position.get(position, 0) + float(value)
+            elif stem.startswith("spec_decode_num_"):
+                found.counters[stem] = found.counters.get(stem, 0.0) + float(value)
     return found
 
 
-def drafts_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def drafts_between(before: Scraped, after: Scraped) -> dict[str, Any]:
     def gained(what: str) -> float:
         name = f"spec_decode_num_{what}_total"
-        return after.get(name, 0.0) - before.get(name, 0.0)
+        return after.counters.get(name, 0.0) - before.counters.get(name, 0.0)
 
-    return acceptance(gained("drafts"), gained("draft_tokens"), gained("accepted_tokens"))
+    positions = sorted(after.per_position)
+    per_position = [after.per_position[i] - before.per_position.get(i, 0) for i in positions]
+    totals = (gained("drafts"), gained("draft_tokens"), gained("accepted_tokens"))
+    return acceptance(*totals, per_position)
 
 
 @contextlib.contextmanager
 def own_server(keywords: dict[str, Any]) -> Iterator[Endpoint]:
-    """Within the block, `paceline serve` runs with these options on a free port."""
+    """Within the block, `paceline serve` runs with these options on a free port.
+
+    Its log is shown only if it fails.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = Endpoint("127.0.0.1", probe.getsockname()[1])
     settings = {"speculative_config": "none", **keywords, "port": endpoint.port}
     settings |= {"host": endpoint.host, "enable_request_logging": False}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+    ):
         json.dump(settings, file)
         file.flush()
         command = [sys.executable, "-m", "paceline", "serve", "--config", file.name]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        status = StatusLine()
+        status.show("Starting the server")
         try:
-            asyncio.run(_until_ready(process, endpoint))
+            try:
+                asyncio.run(_until_ready(process, endpoint))
+            finally:
+                status.clear()
             yield endpoint
+            if process.poll() is not None:
+                raise EngineDead(f"The server ended with code {process.returncode}.")
+        except EngineDead as error:
+            log.seek(0)
+            last = [line.rstrip() for line in log if line.strip()][-_SHOWN_LOG_LINES:]
+            raise EngineDead("\n  ".join([str(error), *last])) from None
         finally:
             process.terminate()
             try:
@@ -270,7 +321,7 @@ async def _until_ready(process: subprocess.Popen[bytes], endpoint: Endpoint) -> 
     deadline_s = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < deadline_s:
         if (code := process.poll()) is not None:
-            raise EngineDead(f"The server ended with code {code} before it was ready.")
+            raise EngineDead(f"The server ended with code {code} before it was ready:")
         with contextlib.suppress(RequestFailed):
             await get(endpoint, "/readyz")
             return

@@ -6,7 +6,7 @@ The module with the name of a command implements it.
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,7 @@ def _serve(parser: ArgumentParser) -> None:
 
 def _generate(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
+    _text(group, "--prompt", "TEXT", "one prompt, instead of a file of them")
     _text(group, "--input", "FILE", "one prompt per line, or JSONL [stdin]")
     _text(group, "--output", "FILE", "file for the answers, as JSONL [stdout]")
     group.add_argument(
@@ -71,7 +72,7 @@ def _bench_latency(parser: ArgumentParser) -> None:
     _number(group, "--batch-size", 8, "requests in a batch")
     _number(group, "--num-iters", 10, "measured batches")
     _number(group, "--num-iters-warmup", 2, "warm-up batches before them")
-    _lengths(group, "tokens")
+    _lengths(group)
     _trace(group)
     add_engine_arguments(parser, shown=False)
 
@@ -79,7 +80,7 @@ def _bench_latency(parser: ArgumentParser) -> None:
 def _bench_throughput(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     _number(group, "--num-prompts", 100, "number of requests")
-    _lengths(group, "tokens")
+    _lengths(group)
     _trace(group)
     add_engine_arguments(parser, shown=False)
 
@@ -90,15 +91,57 @@ def _bench_serve(parser: ArgumentParser) -> None:
     _text(group, "--api-key", "TEXT", "API key of that server")
     group = parser.add_argument_group("load")
     _number(group, "--num-prompts", 100, "number of requests")
-    _text(group, "--dataset-path", "FILE", "file of prompts in the format of `paceline generate`")
-    _lengths(group, "words")
+    _dataset(group)
+    _output_json(group)
     _number(group, "--request-rate", math.inf, "requests per second; inf is all at once")
     _number(
         group, "--burstiness", 1.0, "1 is a Poisson process; lower is more bursty, higher more even"
     )
     _number(group, "--max-concurrency", None, "most requests in flight")
-    _number(group, "--temperature", 0.0, "0 is greedy")
     add_engine_arguments(parser, shown=False)
+
+
+def _bench_sweep(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("what is varied")
+    add = group.add_argument
+    text = "requests at once [1 2 4 8]"
+    add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
+    text = "methods, or speculative configs as JSON or @FILE [none ngram]"
+    add("--drafters", nargs="+", default=["none", "ngram"], metavar="TEXT", help=text)
+    text = "K, the most drafts of a step; auto too [1 3 5]"
+    add("--draft-tokens", nargs="+", default=["1", "3", "5"], metavar="N", help=text)
+    group = parser.add_argument_group("load")
+    _text(group, "--output-dir", "DIR", "where sweep.csv and sweep.svg are written [sweep]")
+    _number(group, "--num-prompts", 32, "requests of a measurement, and at least 2 per slot")
+    _dataset(group)
+    add_engine_arguments(parser, shown=False)
+
+
+def _dataset(group: Any) -> None:
+    """vLLM's flags for data sets. Its names of one length by data set are not shown."""
+    names = ("random", "sharegpt", "custom", "sonnet")
+    metavar = "{" + ",".join(names) + "}"
+    text = "format of the data set [by its content]"
+    group.add_argument("--dataset-name", type=one_of(names), metavar=metavar, help=text)
+    text = "its file (JSONL, JSON, CSV, text), or prompt_tokens=256,output_tokens=128 [random]"
+    group.add_argument("--dataset", "--dataset-path", metavar="FILE", help=text)
+    _number(group, "--input-len", None, "tokens in a random prompt [128; sonnet 550]")
+    _number(group, "--output-len", None, "tokens in an answer [128, or what the data set says]")
+    _number(group, "--prefix-len", None, "tokens that all prompts share [0; sonnet 200]")
+    for kind in (
+        "random-input",
+        "sonnet-input",
+        *(f"{n}-output" for n in names),
+        "random-prefix",
+        "sonnet-prefix",
+    ):
+        name = f"{kind.partition('-')[2]}_len"
+        group.add_argument(f"--{kind}-len", dest=name, type=int, help=SUPPRESS)
+    _number(group, "--temperature", 0.0, "0 is greedy")
+    text = "send each prompt as a user message, with the chat template"
+    group.add_argument("--chat", action="store_true", help=text)
+    text = "generate past the end-of-sequence token"
+    group.add_argument("--ignore-eos", action="store_true", help=text)
 
 
 def _convert(parser: ArgumentParser) -> None:
@@ -128,9 +171,13 @@ def _number(group: Any, flag: str, default: float | None, text: str) -> None:
     group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
 
 
-def _lengths(group: Any, unit: str) -> None:
-    _number(group, "--input-len", 128, f"{unit} in a random prompt")
+def _lengths(group: Any) -> None:
+    _number(group, "--input-len", 128, "tokens in a random prompt")
     _number(group, "--output-len", 128, "tokens in an answer")
+    _output_json(group)
+
+
+def _output_json(group: Any) -> None:
     _text(group, "--output-json", "FILE", "file for the result; - is stdout")
 
 
@@ -149,6 +196,14 @@ _BENCHES = (
             start_message=lambda args: f"measuring {args.base_url or 'a server that it starts'}",
         ),
     ),
+    (
+        "sweep",
+        Command(
+            "Speed by number of requests, K and drafter, as CSV and SVG. Goes on where it stopped.",
+            _bench_sweep,
+            start_message=lambda args: f"sweeping {args.model or 'the default model'}",
+        ),
+    ),
 )
 
 COMMANDS = {
@@ -156,12 +211,12 @@ COMMANDS = {
     "generate": Command(
         "Answer a file of prompts; writes JSONL in the order of the input.",
         _generate,
-        usage="[MODEL] [--input FILE] [--output FILE] [options]",
+        usage="[MODEL] [--prompt TEXT | --input FILE] [--output FILE] [options]",
     ),
     "chat": Command("Talk to a model in the terminal.", _chat),
     "bench": Command(
-        "Measure latency, throughput, or a server under load.",
-        usage="{latency,throughput,serve} [MODEL] [options]",
+        "Measure latency, throughput, a server under load, or the best drafter.",
+        usage="{latency,throughput,serve,sweep} [MODEL] [options]",
         subcommands=_BENCHES,
     ),
     "convert": Command(

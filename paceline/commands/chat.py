@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 
 from paceline.commands.arguments import engine_config, sampling_keywords
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.session import Answer, Session, open_session
+from paceline.commands.terminal import input_off, open_view, styled
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+try:
+    import readline  # gives input() its line editing and history
+except ImportError:
+    _HAS_READLINE = False
+else:
+    _HAS_READLINE = True
+    readline.parse_and_bind("set enable-bracketed-paste on")
+
+HINT = "/help lists the commands; Ctrl-D leaves."
+HELP = """/help     this text
+/reset    forget the conversation
+/exit     leave, as Ctrl-D does
+Ctrl-C stops an answer, or clears the line.
+A line that ends with \\ goes on with the next. Lines between two lines of
+\"\"\" are one message, and so are lines that are pasted together."""
+_BLOCK = '"""'
 
 
 def run(args: Namespace) -> int:
     config = engine_config(args)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() its line editing and history
-    with open_session(config) as session:
+    with ExitStack() as stack:
+        with input_off():
+            session = stack.enter_context(open_session(config))
         params = session.params({"max_tokens": None, **sampling_keywords(args)})
-        print(f"{session.client.info.model_name or 'model'} is ready. {HELP}", file=sys.stderr)
+        say(f"{session.client.info.model_name or 'model'} is ready. {HINT}")
         Conversation(session, params, args.system_prompt).run()
     return 0
+
+
+def say(text: str) -> None:
+    """A line of the program itself: on standard error, dim on a terminal, written at once."""
+    print(styled(text, "dim", sys.stderr), file=sys.stderr, flush=True)
 
 
 class Conversation:
@@ -36,49 +57,69 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._opening)
 
     def run(self) -> None:
-        while (line := self._read()) is not None:
-            command = line.strip()
-            if not command:
+        while (message := self._read()) is not None:
+            command = message.strip() if "\n" not in message else ""
+            if not message.strip():
                 continue
             if command in ("/exit", "/quit"):
                 return
-            if command == "/reset":
+            if command == "/help":
+                say(HELP)
+            elif command == "/reset":
                 self.messages = list(self._opening)
-                print("(a new conversation)", file=sys.stderr)
+                say("(a new conversation)")
             elif command.startswith("/"):
-                print(f"There is no {command.split()[0]}. {HELP}", file=sys.stderr)
+                say(f"There is no {command.split()[0]}. {HINT}")
             else:
-                self._ask(line)
+                self._ask(message)
 
     def _read(self) -> str | None:
-        """The next line; None at the end of input. Ctrl-C clears the line."""
+        """The next message; None at the end of input. Ctrl-C forgets what was typed of it."""
         while True:
+            lines: list[str] = []
             try:
-                return input("> " if sys.stdin.isatty() else "")
+                while True:
+                    lines.append(self._line(is_first=not lines))
+                    is_block = lines[0].strip() == _BLOCK
+                    if is_block and len(lines) > 1 and lines[-1].strip() == _BLOCK:
+                        return "\n".join(lines[1:-1])
+                    if not is_block and not lines[-1].endswith("\\"):
+                        return "\n".join([*(line[:-1] for line in lines[:-1]), lines[-1]])
             except EOFError:
                 print(file=sys.stderr)  # so that the shell's prompt begins a new line
-                return None
+                begun = lines[1:] if lines[:1] == [_BLOCK] else lines
+                return "\n".join(begun) if lines else None
             except KeyboardInterrupt:
-                print(f"\n{HELP}", file=sys.stderr)
+                print(file=sys.stderr)
+                say(HINT)
+
+    def _line(self, *, is_first: bool) -> str:
+        if not sys.stdin.isatty():
+            return input()
+        prompt = styled("> " if is_first else ". ", "green", sys.stdout, in_prompt=_HAS_READLINE)
+        return input(prompt)
 
     def _ask(self, line: str) -> None:
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
             answer = self._session.submit(PromptRecord(messages=asked), self._params)
         except InvalidRequest as error:
-            print(f"{error} /reset starts again.", file=sys.stderr)
+            say(f"{error} /reset starts again.")
             return
-        try:
-            for text in self._session.stream(answer):
-                print(text, end="", flush=True)
-        except KeyboardInterrupt:
-            self._session.abort(answer)
-            print("".join(answer.unread), end="")
-        print(flush=True)
+        view = open_view()
+        with input_off():
+            try:
+                for text in self._session.stream(answer):
+                    view.write(text)
+            except KeyboardInterrupt:
+                self._session.abort(answer)
+                view.write("".join(answer.unread))
+            finally:
+                view.end()
         if answer.generation.error is not None:
             raise answer.generation.error
         self.messages = [*asked, {"role": "assistant", "content": answer.outputs[0].text}]
-        print(f"[{cost(answer)}]", file=sys.stderr)
+        say(f"[{cost(answer)}]")
 
 
 def cost(answer: Answer) -> str:

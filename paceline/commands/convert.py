@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -20,4 +22,5 @@ def run(args: Namespace) -> int:
         line.close()
     for path in files:
         print(path)
+    print(f"Now try: paceline serve {shlex.quote(args.folder)}", file=sys.stderr)
     return 0

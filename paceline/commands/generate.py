@@ -1,4 +1,4 @@
-"""`paceline generate`: answers prompts from a file or standard input, as JSONL in their order."""
+"""`paceline generate`: answers one prompt or a file of them, as JSONL in their order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any, TextIO
 
+from paceline.commands import loading
 from paceline.commands.arguments import engine_config, sampling_keywords
 from paceline.commands.prompts import PromptRecord, read_prompts
 from paceline.commands.session import Answer, Session, open_session
@@ -25,20 +25,20 @@ _WINDOW_PER_SLOT = 4
 
 def run(args: Namespace) -> int:
     config = engine_config(args)
-    if args.input in (None, "-") and sys.stdin.isatty():
-        print("One prompt per line; Ctrl-D when done.", file=sys.stderr)
-    prompts = read_prompts(args.input)
+    loading.check_model(config)
+    if args.prompt is not None and args.input is not None:
+        raise ConfigError("--prompt and --input cannot be used together.")
+    if args.prompt is not None:
+        prompts = [PromptRecord(text=args.prompt)]
+    else:
+        if args.input in (None, "-") and sys.stdin.isatty():
+            print("One prompt per line; Ctrl-D when done.", file=sys.stderr)
+        prompts = read_prompts(args.input)
     if args.chat:
-        prompts = [as_message(p) for p in prompts]
+        prompts = [prompt.as_message() for prompt in prompts]
     given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_keywords(args)}
     with _output(args.output) as stream, open_session(config) as session:
         return answer_all(session, prompts, given, stream)
-
-
-def as_message(prompt: PromptRecord) -> PromptRecord:
-    if prompt.text is None:
-        return prompt
-    return replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])
 
 
 def answer_all(

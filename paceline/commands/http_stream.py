@@ -91,6 +91,12 @@ async def get(endpoint: Endpoint, path: str) -> str:
         return (await content.read()).decode()
 
 
+async def post(endpoint: Endpoint, path: str, body: Any) -> Any:
+    """The JSON of the reply."""
+    async with request(endpoint, "POST", path, json.dumps(body).encode()) as content:
+        return json.loads(await content.read())
+
+
 async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
     """The JSON of each server-sent event, until [DONE]. An error event raises."""
     async with request(endpoint, "POST", path, json.dumps(body).encode()) as content:

@@ -21,6 +21,20 @@ def start_engine(config: EngineConfig) -> EngineClient:
         line.close()
 
 
+def check_model(config: EngineConfig) -> None:
+    """Raise CheckpointError if MODEL cannot be loaded. Of a hub id only small files are fetched."""
+    from paceline.checkpoint.source import locate
+
+    asked = config.model
+    if asked.model:  # the default model is fetched when it is loaded, with a progress line
+        locate(
+            asked.model,
+            revision=asked.revision,
+            load_format=asked.load_format,
+            with_weights=False,
+        )
+
+
 class LoadingLine:
     """`Loading: weights  40%`, rewritten on a terminal; elsewhere one line per stage."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from paceline.request import SamplingParams
 
 # Key in a line of JSONL -> field of PromptRecord.
-_SOURCES = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
+SOURCES = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,33 @@ class PromptRecord:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     id: str | int | None = None
 
+    def as_message(self) -> PromptRecord:
+        """Text as a message of the user, for the chat template."""
+        if self.text is None:
+            return self
+        return replace(self, text=None, messages=[{"role": "user", "content": self.text}])
+
 
 def read_prompts(path: str | None) -> list[PromptRecord]:
     """All prompts of a file; None or "-" is standard input. Errors give the line number."""
-    if path in (None, "-"):
-        name, text = "stdin", sys.stdin.read()
-    else:
-        assert path is not None
-        name = path
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}.") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}).") from None
+    name = "stdin" if path in (None, "-") else str(path)
+    text = sys.stdin.read() if path in (None, "-") else read_text(str(path))
     lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise ConfigError(f"{name} holds no prompts; write one per line, or JSONL.")
     if _is_object(lines[0][1]):
-        return [_from_json(f"{name}:{i}", line) for i, line in lines]
+        found = [(f"{name}:{i}", line) for i, line in lines]
+        return [prompt_from(where, json_object(where, line)) for where, line in found]
     return [PromptRecord(text=line.rstrip("\r")) for _, line in lines]
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}).") from None
 
 
 def _is_object(line: str) -> bool:
@@ -54,29 +61,34 @@ def _is_object(line: str) -> bool:
         value = json.loads(line)
     except ValueError:
         return False
-    return isinstance(value, dict) and any(key in value for key in _SOURCES)
+    return isinstance(value, dict) and any(key in value for key in SOURCES)
 
 
-def _from_json(where: str, line: str) -> PromptRecord:
+def json_object(where: str, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: each line must be a JSON object.")
-    given = [key for key in _SOURCES if value.get(key) is not None]
+    return value
+
+
+def prompt_from(where: str, value: Mapping[str, Any]) -> PromptRecord:
+    """A prompt from its JSON object. Keys that are no prompt are sampling parameters."""
+    given = [key for key in SOURCES if value.get(key) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise ConfigError(f"{where}: give one of {', '.join(_SOURCES)}; found {found}.")
+        raise ConfigError(f"{where}: give one of {', '.join(SOURCES)}; found {found}.")
     source = given[0]
     content = value[source]
     _check_content(where, source, content)
-    sampling = {k: v for k, v in value.items() if k not in (*_SOURCES, "id")}
+    sampling = {k: v for k, v in value.items() if k not in (*SOURCES, "id")}
     try:
         SamplingParams(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    source_field: Any = {_SOURCES[source]: content}
+    source_field: Any = {SOURCES[source]: content}
     return PromptRecord(**source_field, sampling=sampling, id=value.get("id"))
 
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.commands.machine import cpu_info, package_version
+from paceline.commands.session import Answer
 from paceline.config import EngineConfig
 from paceline.engine.messages import StepTimes
 from paceline.errors import ConfigError
@@ -35,14 +37,52 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def acceptance(num_drafts: float, num_draft_tokens: float, num_accepted: float) -> dict[str, float]:
-    """Accepted drafts as a share of verified drafts, and as tokens per step with drafts."""
+def short(value: float) -> str:
+    """Three significant digits: `0.0123`, `4.56`, `78.9`, `1,230`."""
+    rounded = float(f"{value:.3g}")
+    digits = 2 - floor(log10(abs(rounded))) if rounded else 0
+    return f"{rounded:,.{max(digits, 0)}f}"
+
+
+def percent(share: float) -> str:
+    return f"{short(100 * share)}%"
+
+
+def acceptance(
+    num_drafts: float,
+    num_draft_tokens: float,
+    num_accepted: float,
+    accepted_per_position: Sequence[float] = (),
+) -> dict[str, Any]:
+    """Accepted drafts as a share of verified drafts, and as tokens per step with drafts.
+
+    By position it is the share of steps with drafts whose draft at this position was accepted.
+    """
     if not num_draft_tokens:
         return {}
-    found = {"acceptance_rate": round(num_accepted / num_draft_tokens, 4)}
+    found: dict[str, Any] = {"acceptance_rate": round(num_accepted / num_draft_tokens, 4)}
     if num_drafts:
         found["tokens_per_step"] = round(1 + num_accepted / num_drafts, 4)
+        shares = [round(count / num_drafts, 4) for count in accepted_per_position]
+        found["acceptance_by_position"] = shares
     return found
+
+
+def engine_rows(model: str, device: str, dtype: str, drafter: str) -> list[tuple[str, str]]:
+    """What was measured: the first rows of every table."""
+    return [("Model", model), ("Device", f"{device}, {dtype}"), ("Drafter", drafter)]
+
+
+def token_latencies(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """Time to first token, and mean time of the tokens after the first arrival, per answer."""
+    ttft_s, tpot_s = [], []
+    for answer in answers:
+        if answer.arrivals:
+            first, last = answer.arrivals[0], answer.arrivals[-1]
+            ttft_s.append(first[0] - answer.metrics.arrival_time)
+            if len(answer.arrivals) > 1:
+                tpot_s.append((last[0] - first[0]) / (answer.num_tokens - first[1]))
+    return {"ttft_ms": spread(ttft_s, 1e3), "tpot_ms": spread(tpot_s, 1e3)}
 
 
 def step_times(times: Sequence[StepTimes]) -> dict[str, Any]:
@@ -80,12 +120,14 @@ def step_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         *spread_rows("Device idle between steps", "µs", found["idle_us"]),
     ]
     if "bubble_share" in found:
-        shares = f"p50 {found['idle_share']['p50']:.2%}  all {found['bubble_share']:.2%}"
+        shares = f"p50 {percent(found['idle_share']['p50'])}  all {percent(found['bubble_share'])}"
         rows.append(("Device idle, share of the step", shares))
     rows += spread_rows("Host work per step", "ms", found["host_ms"])
     if "host_share_of_device" in found:
         device_ms, share = found["device_ms"]["p50"], found["host_share_of_device"]
-        rows.append(("Host work, share of device work", f"p50 {share:.1%} of {device_ms:,.3f} ms"))
+        rows.append(
+            ("Host work, share of device work", f"p50 {percent(share)} of {short(device_ms)} ms")
+        )
     return rows
 
 
@@ -136,8 +178,7 @@ def spread_rows(title: str, unit: str, values: Mapping[str, float]) -> list[tupl
     """`TTFT (ms)   mean 12.1  p50 11.9  p90 13.0  p99 20.2`."""
     if not values:
         return []
-    digits = 3 if unit == "ms" else 1
-    return [(f"{title} ({unit})", "  ".join(f"{n} {v:,.{digits}f}" for n, v in values.items()))]
+    return [(f"{title} ({unit})", "  ".join(f"{n} {short(v)}" for n, v in values.items()))]
 
 
 def token_latency_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -147,12 +188,14 @@ def token_latency_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def acceptance_rows(values: Mapping[str, float]) -> list[tuple[str, str]]:
+def acceptance_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "acceptance_rate" not in values:
         return []
-    rows = [("Drafts accepted", f"{values['acceptance_rate']:.1%}")]
+    rows = [("Drafts accepted", percent(values["acceptance_rate"]))]
+    if by_position := values.get("acceptance_by_position"):
+        rows.append(("Accepted by position", "  ".join(map(percent, by_position))))
     if "tokens_per_step" in values:
-        rows.append(("Tokens per verify step", f"{values['tokens_per_step']:.2f}"))
+        rows.append(("Tokens per verify step", short(values["tokens_per_step"])))
     return rows
 
 

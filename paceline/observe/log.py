@@ -10,6 +10,8 @@ import sys
 import time
 from typing import TextIO
 
+from paceline.config import terminal_styles_from_env
+
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
 _RESET = "\x1b[0m"
@@ -61,7 +63,8 @@ def configure_logging(
     """Send this process's records to `stream` (stderr). Called again, it replaces its handler."""
     stream = sys.stderr if stream is None else stream
     new = LineHandler(stream)
-    new.setFormatter(LineFormatter(process, colour=stream.isatty()))
+    has_colour = stream.isatty() and terminal_styles_from_env().has_colour
+    new.setFormatter(LineFormatter(process, colour=has_colour))
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [h for h in logger.handlers if not isinstance(h, LineHandler)] + [new]

@@ -17,6 +17,7 @@ from paceline.observe.stream import ERASE_TO_END
 OnProgress = Callable[[str, float], None]
 
 _MIN_INTERVAL_S = 0.1
+_BAR = 20  # columns
 _COLUMNS = 80  # if the terminal does not report its width
 
 
@@ -44,7 +45,7 @@ class StatusLine:
 
 
 class ProgressLine:
-    """`Processed prompts  128/1000  12%  1,532 tok/s  00:41 left`, rewritten in place."""
+    """`Prompts  128/1000  12%  [##....]  1,532 tok/s  00:41 left`, rewritten in place."""
 
     def __init__(
         self, total: int, label: str, stream: TextIO | None = None, *, is_shown: bool = True
@@ -74,7 +75,8 @@ class ProgressLine:
     def line(self) -> str:
         elapsed = max(time.monotonic() - self._started_s, 1e-9)
         percent = 100 * self.done // self.total if self.total else 100
-        parts = [self.label, f"{self.done}/{self.total}", f"{percent}%"]
+        bar = "#" * (percent * _BAR // 100)
+        parts = [self.label, f"{self.done}/{self.total}", f"{percent}%", f"[{bar:.<{_BAR}}]"]
         if self.tokens:
             parts.append(f"{self.tokens / elapsed:,.0f} tok/s")
         if 0 < self.done < self.total:

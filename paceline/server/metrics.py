@@ -168,15 +168,25 @@ class Metrics:
             if self._also_as_vllm:
                 yield _as_vllm(family)
         if self._also_as_vllm:
-            sizes = {"block_size": self._info.page_size, "num_gpu_blocks": self._info.num_pages}
-            labels = {"model_name": self._model_name, **{k: str(v) for k, v in sizes.items()}}
+            info = self._info
+            sizes = {"block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages)}
             text = "The sizes of the KV cache, as labels."
-            info = GaugeMetricFamily("vllm:cache_config_info", text, labels=list(labels))
-            info.add_metric(list(labels.values()), 1)
-            yield info
+            yield self._labels("vllm:cache_config_info", text, sizes)
+
+    def _labels(self, name: str, text: str, values: Mapping[str, str]) -> Metric:
+        """A gauge that is always 1: its labels are the message."""
+        labels = {"model_name": self._model_name, **values}
+        gauge = GaugeMetricFamily(name, text, labels=list(labels))
+        gauge.add_metric(list(labels.values()), 1)
+        return gauge
 
     def _families(self) -> Iterator[Metric]:
-        stats, model = self.stats, [self._model_name]
+        stats, model, info = self.stats, [self._model_name], self._info
+        yield self._labels(
+            "paceline:engine_info",
+            "Device, precision and drafter, as labels.",
+            {"device": info.device, "dtype": info.dtype, "drafter": info.drafter},
+        )
         for name, attribute, text in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric(model, getattr(stats, attribute))

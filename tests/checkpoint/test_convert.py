@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 
 from paceline.checkpoint.convert import convert_gguf
 from paceline.checkpoint.source import locate
+from paceline.cli import build_parser, main
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.weights import open_weights
 from paceline.text.tokenizer import load_tokenizer
@@ -201,3 +203,17 @@ def test_a_full_disk_is_told_leaves_nothing_and_needs_no_torch(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "could not be written: File too large" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "model.gguf"]
+
+
+def test_convert_ends_with_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = written(tmp_path, "llama")
+    folder = tmp_path / "a new folder"
+    assert main(["convert", str(path), str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert str(folder / "config.json") in captured.out.splitlines()
+    last = captured.err.splitlines()[-1]
+    program, *argv = shlex.split(last.removeprefix("Now try: "))
+    asked = build_parser().parse_args(argv)
+    assert (program, asked.command, asked.model) == ("paceline", "serve", str(folder))

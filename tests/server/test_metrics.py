@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.server.serving import Served, serving
 
 NAMES = {
     "paceline:e2e_request_latency_seconds",
+    "paceline:engine_info",
     "paceline:engine_restarts_total",
     "paceline:generation_tokens_total",
     "paceline:inter_token_latency_seconds",
@@ -70,6 +72,23 @@ def samples(text: str) -> dict[str, float]:
             suffix = "".join(f"{{{k}={v}}}" for k, v in sorted(labels.items()))
             found[sample.name + suffix] = sample.value
     return found
+
+
+@pytest.mark.parametrize(
+    ("methods", "k", "named"),
+    [
+        ((), 0, "none"),
+        (("ngram",), 5, "ngram, K = 5"),
+        (("suffix", "mtp"), 1, "suffix + mtp, K = 1"),
+        (("suffix",), 0, "suffix"),
+    ],
+)
+def test_the_engine_is_told_by_labels(methods: tuple[str, ...], k: int, named: str) -> None:
+    metrics = Metrics()
+    info = replace(INFO, draft_methods=methods, max_k=k, dtype="bfloat16")
+    metrics.attach(EngineStats(), info, "tiny")
+    found = samples(metrics.text().decode())
+    assert found[f"paceline:engine_info{{device=cpu}}{{drafter={named}}}{{dtype=bfloat16}}"] == 1
 
 
 def test_the_names_are_frozen() -> None:
