@@ -253,7 +253,9 @@ class Bench:
         """A frozen rank that had nothing to do is found after the load has finished."""
         frozen = [pid for pid in client.engine_pids if _is_stopped(pid)]
         if frozen:
+            num_before = sum(client.stats.restarts.values())
             self._pump(client, lambda: not any(is_running(pid) for pid in frozen))
+            self._pump(client, lambda: sum(client.stats.restarts.values()) > num_before)
             self._pump(client, lambda: not client.stats.num_restarting)
 
     def _pump(self, client: EngineClient, until: Callable[[], bool]) -> bool:
