@@ -149,7 +149,7 @@ bench: $(VENV)/.extras-bench
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/python docs/write_reference.py
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 	@echo 'The site is in site/; $(BIN)/mkdocs serve shows it.'
 
 clean:
