@@ -74,9 +74,7 @@ def _without_self(function: Any) -> inspect.Signature:
         for p in signature.parameters.values()
         if p.name not in ("self", "unsupported")
     ]
-    return signature.replace(
-        parameters=kept, return_annotation=_Plain(signature.return_annotation)
-    )
+    return signature.replace(parameters=kept, return_annotation=_Plain(signature.return_annotation))
 
 
 def _fields(kind: type[Any]) -> Iterator[str]:

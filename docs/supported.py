@@ -114,12 +114,12 @@ def supported() -> str:
     lines += [FORMATS.format(packed=_names(BLOCK_BYTES))]
     methods = [m for m in get_args(Method) if m not in get_args(HostMethod)]
     head = ["target", *_code(get_args(HostMethod)), *_code(methods), "is a draft model"]
-    rows = [
-        [name, *("yes" for _ in get_args(HostMethod)), *(_drafts(m, spec) for m in methods)]
-        + [_yes(_is_accepted(check_draft_model, "x", spec, spec))]
-        for name, spec in specs.items()
-    ]
-    lines += _table([head, *([f"`{row[0]}`", *row[1:]] for row in rows)])
+    rows = [head]
+    for name, spec in specs.items():
+        can_draft = _yes(_is_accepted(check_draft_model, "x", spec, spec))
+        looked_up = ("yes" for _ in get_args(HostMethod))
+        rows.append([f"`{name}`", *looked_up, *(_drafts(m, spec) for m in methods), can_draft])
+    lines += _table(rows)
     lines += [LAYOUTS, *_table(_layout_rows(specs)), DRAFTERS, *_table(_drafter_rows())]
     return "\n".join(lines) + "\n"
 
@@ -197,7 +197,7 @@ def _drafter_rows() -> Iterable[list[str]]:
     for method in get_args(Method):
         head = HEADS.get(method)
         if head is None:
-            source = "another model" if method == "draft_model" else "text of this or other requests"
+            source = "another model" if method == "draft_model" else "text of the requests"
         else:
             in_target = "a layer of the target's checkpoint"
             source = in_target if head.is_in_target else f"a checkpoint ({head.title})"

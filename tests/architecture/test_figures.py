@@ -1,5 +1,6 @@
-"""Tables of measurements in docs/benchmarks.md say what the recorded runs say, and the README repeats
-some of their rows."""
+"""Tables of measurements in docs/benchmarks.md say what the recorded runs say.
+
+The README repeats some of their rows."""
 
 from __future__ import annotations
 
