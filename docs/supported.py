@@ -48,8 +48,9 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-# A head's config.json beside LAYERS. Methods without an entry read the target's.
+# A head's config.json beside LAYERS.
 HEAD_KEYS: dict[str, dict[str, Any]] = {
+    "mtp": {"num_nextn_predict_layers": 1},
     "eagle": {},
     "eagle3": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
     "peagle": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "ptd_token_id": 3},
@@ -180,8 +181,7 @@ def read_head(method: str, target: ModelSpec) -> HeadSpec:
     if not HEADS[method].is_in_target:
         values["model"] = "x"
     options = SpeculativeConfig.from_mapping(values)
-    keys = HEAD_KEYS.get(method, {"num_nextn_predict_layers": 1})
-    return HEADS[method].read("x", {**LAYERS, **keys}, target, options)
+    return HEADS[method].read("x", {**LAYERS, **HEAD_KEYS[method]}, target, options)
 
 
 def _layout_rows(specs: Mapping[str, ModelSpec]) -> Iterable[list[str]]:
