@@ -8,6 +8,7 @@ import re
 import pytest
 
 from docs.site_links import outside_links_changed, repository
+from paceline import __version__
 from tests.architecture.source_tree import FROZEN, ROOT
 from tests.architecture.test_documents import NAMED_FILE
 
@@ -77,3 +78,9 @@ def test_the_readme_is_short_and_says_what_a_newcomer_needs() -> None:
     assert len(re.findall(r"^\|---", text, re.M)) == 1
     for needed in ("make serve", "make test", "whl/cpu", "from paceline import LLM", "**Missing**"):
         assert needed in text
+
+
+def test_the_changelog_has_a_section_for_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", text, re.M)
+    assert text.index("## Unreleased") < text.index(f"## {__version__}")
