@@ -149,7 +149,7 @@ bench: $(VENV)/.extras-bench
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/python docs/write_reference.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'The site is in site/; $(BIN)/mkdocs serve shows it.'
 
 clean:

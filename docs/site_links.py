@@ -1,7 +1,7 @@
-"""Hooks of the documentation site: where the repository is, and links that leave docs/.
+"""Hooks of the documentation site: where the repository is, and links to files that it lacks.
 
-Pages link to files of the repository by relative paths, which GitHub follows. The site has no such
-files, so there these links lead to the repository.
+Pages link to files of the repository by relative paths, which GitHub follows. The site has only the
+pages and pictures of docs/, so there other links lead to the repository.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+IN_SITE = (".md", ".svg", ".png")  # what the site has of docs/
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)(?=\))")
 
 
@@ -22,13 +23,14 @@ def repository() -> str:
 
 
 def outside_links_changed(text: str, page: str, address: str) -> str:
-    """The Markdown of a page (a path in docs/) with links out of docs/ made absolute."""
+    """The Markdown of a page (a path in docs/) with links to what the site lacks made absolute."""
     folder = (ROOT / "docs" / page).parent
 
     def changed(match: re.Match[str]) -> str:
         path, mark, anchor = match[1].partition("#")
         target = (folder / path).resolve()
-        if target.is_relative_to(ROOT / "docs") or not target.is_relative_to(ROOT):
+        is_in_site = target.is_relative_to(ROOT / "docs") and target.suffix in IN_SITE
+        if is_in_site or not target.is_relative_to(ROOT):
             return match[1]
         kind = "tree" if target.is_dir() else "blob"
         return f"{address}/{kind}/main/{PurePosixPath(target.relative_to(ROOT))}{mark}{anchor}"

@@ -38,6 +38,10 @@ def test_links_out_of_docs_lead_to_the_repository() -> None:
         "[a](https://host/us/blob/main/README.md#x) [b](https://host/us/tree/main/paceline/server) "
         "[c](tour_step.md#y) [d](https://e.f)"
     )
+    assert (
+        outside_links_changed("[a](supported.py)", "x.md", "u")
+        == "[a](u/blob/main/docs/supported.py)"
+    )
     assert outside_links_changed("[a](../../b.py)", "howto/x.md", "u") == "[a](u/blob/main/b.py)"
 
 
