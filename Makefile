@@ -47,7 +47,7 @@ help:
 	@echo 'make check      ruff, mypy, import floors, architecture tests'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU; writes tests/gpu_last_run.json'
 	@echo 'make bench      the repository benchmarks  (BENCH="$(BENCH)")'
-	@echo 'make docs       write docs/reference again from the code'
+	@echo 'make docs       write docs/reference again from the code, and build the site in site/'
 
 # -- environment ---------------------------------------------------------------------------------
 # Each stamp is one `pip install`; nothing runs again until pyproject.toml changes.
@@ -90,6 +90,7 @@ $(eval $(call extras_stamp,test,server$(comma)test))
 $(eval $(call extras_stamp,more,server$(comma)test$(comma)ray-serve))
 $(eval $(call extras_stamp,dev,server$(comma)test$(comma)dev))
 $(eval $(call extras_stamp,bench,server$(comma)bench))
+$(eval $(call extras_stamp,docs,server$(comma)docs))
 
 # Clients of other projects. The Python ones have their own environment: their pins differ from ours.
 CLIENTS := tests/clients
@@ -153,8 +154,10 @@ test-gpu:
 bench: $(VENV)/.extras-bench
 	@for name in $(BENCH); do $(BIN)/python bench/$$name.py $(ARGS) || exit 1; done
 
-docs: $(VENV)/.extras-server
+docs: $(VENV)/.extras-docs
 	$(BIN)/python docs/write_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'The site is in site/; $(BIN)/mkdocs serve shows it.'
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from docs.python_reference import python_api
+from docs.supported import supported
 from paceline.cli import build_parser, leaf_parsers
 from paceline.server.completions import MAX_PROMPTS
 from paceline.server.fields import ECHOED, NOT_BUILT
@@ -114,7 +116,8 @@ written again, and `paceline:log_lines_dropped_total` counts those of the server
 
 
 def pages() -> dict[Path, str]:
-    return {FOLDER / "cli.md": command_line(), FOLDER / "http.md": http()}
+    texts = {"cli": command_line, "http": http, "python": python_api, "supported": supported}
+    return {FOLDER / f"{name}.md": write() for name, write in texts.items()}
 
 
 def http() -> str:

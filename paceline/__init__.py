@@ -26,7 +26,7 @@ from paceline.request import (
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -138,28 +138,28 @@ _STRUCTURED_TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
 class SamplingParams:
     """How to sample. Names and defaults are vLLM's; ours are the fields about drafts."""
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    n: int = 1  # sequences of each prompt; their seeds are seed, seed + 1, ...
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # keep the likeliest tokens with this much probability
+    top_k: int = 0  # keep this many tokens; 0 or -1: all
+    min_p: float = 0.0  # keep tokens with this share of the likeliest one's probability
+    presence_penalty: float = 0.0  # subtracted once from tokens of the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
+    repetition_penalty: float = 1.0  # divides positive logits of tokens of prompt and output
+    logit_bias: Mapping[int, float] | None = None  # token id -> what is added
+    bad_words: Sequence[str] | None = None  # texts that must not come
+    allowed_token_ids: Sequence[int] | None = None  # no other tokens may come
+    min_tokens: int = 0  # no stop before this many tokens
+    max_tokens: int | None = 16  # None: up to the model's length
+    stop: str | Sequence[str] | None = None  # texts that end the output
+    stop_token_ids: Sequence[int] | None = None  # tokens that end the output
+    include_stop_str_in_output: bool = False  # show the stop in the text
+    ignore_eos: bool = False  # the model's end tokens do not end the output
+    seed: int | None = None  # None: one is chosen
+    logprobs: int | None = None  # show this many most likely tokens, and the chosen one
+    prompt_logprobs: int | None = None  # the same for the prompt
+    skip_special_tokens: bool = True  # leave them out of the text
+    detokenize: bool = True  # False: token ids only
     # Names of processors loaded with --logits-processors; they read `extra_args`.
     logits_processors: Sequence[str] | None = None
     extra_args: Mapping[str, Any] | None = None
@@ -168,7 +168,7 @@ class SamplingParams:
     # The same as {"num_speculative_tokens": ...}; "method" is the loaded drafter's, or "none".
     # For benchmarks with synthetic acceptance: "synthetic_acceptance_rates".
     speculative: Mapping[str, Any] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like
 
     def __new__(cls, **values: Any) -> SamplingParams:
         # Before the generated __init__, whose TypeError would not suggest a name.
@@ -386,13 +386,13 @@ class Logprob:
 class CompletionOutput:
     """One of the n sequences of a request."""
 
-    index: int
+    index: int  # 0 to n - 1
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: id -> logprob
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None  # the stop id or stop text that ended it
 
 
 @dataclass(slots=True)
@@ -407,10 +407,10 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_steps: int = 0
-    num_draft_tokens: int = 0
+    num_draft_tokens: int = 0  # drafts that were verified
     num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     # (drafts verified, drafts accepted) of each step with drafts, if they are collected.
     spec_steps: list[tuple[int, int]] | None = None

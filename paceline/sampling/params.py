@@ -27,7 +27,7 @@ from paceline.state.slots import (
     LOGPROBS,
     MIN_TOKENS,
     NUM_EOS_IDS,
-    PENALTIES,
+    PROCESSOR_NUMBERS,
 )
 from paceline.step import Ints
 
@@ -39,13 +39,10 @@ _LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 and 
 def features_of(request: EngineRequest) -> int:
     """The bits of features_S that a request needs."""
     params = request.params
-    penalised = (
-        params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or params.repetition_penalty != 1
-    )
+    features = 0
+    for bit, param, neutral in PROCESSOR_NUMBERS.values():
+        features |= bit if getattr(params, param) != neutral else 0
     wanted = {
-        PENALTIES: penalised,
         BIAS: bool(params.logit_bias),
         BAD_WORDS: bool(request.bad_word_ids),
         ALLOWED: params.allowed_token_ids is not None,
@@ -53,7 +50,7 @@ def features_of(request: EngineRequest) -> int:
         CUSTOM: bool(params.logits_processors),
         MIN_TOKENS: params.min_tokens > 0,
     }
-    return sum(bit for bit, is_wanted in wanted.items() if is_wanted)
+    return features | sum(bit for bit, is_wanted in wanted.items() if is_wanted)
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -94,10 +91,8 @@ def slot_rows(
         "features_S": features,
         "num_logprobs_S": -1 if params.logprobs is None else params.logprobs,
     }
-    if features & PENALTIES:
-        rows["presence_S"] = params.presence_penalty
-        rows["frequency_S"] = params.frequency_penalty
-        rows["repetition_S"] = params.repetition_penalty
+    numbers = PROCESSOR_NUMBERS.items()
+    rows |= {name: getattr(params, x.param) for name, x in numbers if features & x.bit}
     if features & BIAS:
         bias = params.logit_bias or {}
         rows["bias_ids_SE"] = _padded(bias, MAX_LOGIT_BIAS)

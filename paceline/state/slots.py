@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ LOGPROBS = 16
 CUSTOM = 32
 MIN_TOKENS = 64
 
+
+class ProcessorNumber(NamedTuple):
+    """A number of SamplingParams that a processor reads."""
+
+    bit: int
+    param: str
+    neutral: float = 0.0  # the value that asks for nothing
+
+
+PROCESSOR_NUMBERS = {
+    "presence_S": ProcessorNumber(PENALTIES, "presence_penalty"),
+    "frequency_S": ProcessorNumber(PENALTIES, "frequency_penalty"),
+    "repetition_S": ProcessorNumber(PENALTIES, "repetition_penalty", 1.0),
+}
 # Numbers of a slot: each is one row of `fields_FS`, so that one kernel can admit a request.
 INT_FIELDS = (
     # Truth about the sequence. tokens[s, :num_tokens[s]] are committed; the KV of positions
@@ -53,16 +68,14 @@ FLOAT_FIELDS = (
     "temperature_S",  # 0 = greedy
     "top_p_S",
     "min_p_S",
-    "presence_S",
-    "frequency_S",
-    "repetition_S",
+    *PROCESSOR_NUMBERS,
 )
 FIELDS = INT_FIELDS + FLOAT_FIELDS
 DEFAULTS = {
     "drafts_onehot_S": 1,
     "num_logprobs_S": -1,
     "top_p_S": 1.0,
-    "repetition_S": 1.0,
+    **{name: number.neutral for name, number in PROCESSOR_NUMBERS.items()},
 }
 NUM_EOS_IDS = MAX_EOS_TOKEN_IDS
 # Columns of `ids_SE`: the seed in two 32-bit halves, EOS ids, stop ids.

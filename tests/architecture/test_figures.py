@@ -1,4 +1,6 @@
-"""The README's tables of measurements say what the recorded runs say."""
+"""Tables of measurements in docs/benchmarks.md say what the recorded runs say.
+
+The README repeats some of their rows."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import pytest
 from bench.gpu_record import VLLM_LOAD, VLLM_TPOT_MS
 from tests.architecture.source_tree import ROOT
 
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 RESULTS = ROOT / "bench" / "results"
 # Rows of the H200's tables, in order.
@@ -20,9 +23,9 @@ LOAD_CASES = ("l8", "l8-eagle", "sm-eagle")
 
 def table(head: str) -> list[list[str]]:
     """Cells of the table whose first line begins so, without its head and the rows' names."""
-    first = next(i for i, line in enumerate(README) if line.startswith(head)) + 2
-    last = README.index("", first)
-    return [[c.strip() for c in line.strip("|").split("|")[1:]] for line in README[first:last]]
+    first = next(i for i, line in enumerate(PAGE) if line.startswith(head)) + 2
+    last = PAGE.index("", first)
+    return [[c.strip() for c in line.strip("|").split("|")[1:]] for line in PAGE[first:last]]
 
 
 def numbers(cell: str) -> list[str]:
@@ -67,7 +70,7 @@ def runs(name: str) -> dict[Any, dict[str, Any]]:
 
 def test_other_figures_of_an_h200() -> None:
     """Sentences, built from the files again."""
-    text = "\n".join(README)
+    text = "\n".join(PAGE)
     records = {case: h200(f"tpot-{case}") for case in TPOT_CASES}
     sync = {case: run["tpot_ms"] for case, run in runs("sync").items()}
     both = "{:.2f} against {:.2f} and {:.2f} against {:.2f}"
@@ -95,6 +98,12 @@ def test_other_figures_of_an_h200() -> None:
     first, warm = start["no_cache"]["init_s"], [x["init_s"] for x in start["cached"]]
     assert f"{first:.0f} s with no kernel cached, 8 to 9 s after that" in text
     assert all(8 <= seconds <= 9 for seconds in warm)
+
+
+def test_the_readme_has_rows_of_this_page() -> None:
+    rows = [line for line in README if line.startswith("|")]
+    assert len(rows) > 3
+    assert not [row for row in rows if row not in PAGE]
 
 
 def test_figures_on_a_cpu() -> None:

@@ -1,4 +1,4 @@
-"""The files of deploy/: valid, and their flags, paths and metric names exist."""
+"""The files of deploy/, docker/ and the workflow: valid, and what they name exists."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from paceline import __version__
 from paceline.server.app import build_app
 from paceline.server.options import ServerOptions
 
@@ -222,3 +223,62 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "paceline.service"
     unit.write_text(text, encoding="utf-8")
     run("systemd-analyze", "verify", "--man=no", unit)
+
+
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+
+
+def test_there_are_images_for_both_devices() -> None:
+    assert [path.suffix for path in DOCKERFILES] == [".cpu", ".cuda"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_an_image_copies_files_and_gives_flags_that_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    copied = [name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()]
+    assert {"pyproject.toml", "constraints.txt", "paceline"} <= set(copied)
+    assert all((ROOT / name).exists() for name in copied)
+    command = re.search(r"^CMD (\[.+\])$", text, re.M)
+    assert command
+    assert {word for word in json.loads(command[1]) if word.startswith("--")} <= FLAGS
+
+
+def test_versions_of_torch_are_those_that_the_project_takes() -> None:
+    cpu, cuda = (path.read_text(encoding="utf-8") for path in DOCKERFILES)
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.findall(r"torch==([\d.]+)", cpu)
+    assert pinned == re.findall(r"^torch==([\d.]+)$", constraints, re.M)
+    found = re.search(r"pytorch/pytorch:2\.(\d+)", cuda)
+    limits = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert found
+    assert limits
+    assert int(limits[1]) <= int(found[1]) < int(limits[2])
+
+
+def test_images_that_the_files_name_have_this_version() -> None:
+    files = [*DOCKERFILES, *(DEPLOY / "kubernetes").glob("*.yaml"), DEPLOY / "README.md"]
+    versions = {v for f in files for v in re.findall(r"paceline:(\d[\d.]*\d)", f.read_text())}
+    assert versions == {__version__}
+
+
+def test_compose_builds_an_image_that_exists_and_probes_a_route() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    built = services["paceline"]["build"]
+    assert (ROOT / "docker" / built["context"] / built["dockerfile"]).is_file()
+    paths = {route.path for route in build_app(None, ServerOptions()).routes}  # type: ignore[attr-defined]
+    probed = re.search(r"8000(/\w+)", services["paceline"]["healthcheck"]["test"][-1])
+    assert probed
+    assert probed[1] in paths
+    for volume in services["prometheus"]["volumes"]:
+        assert (ROOT / "docker" / volume.split(":")[0]).is_file()
+
+
+def test_the_workflow_runs_what_continuous_integration_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert "bash .ci/run" in steps
+    assert any(step.startswith("make docs") for step in steps)
+    assert any("python -m build" in step for step in steps)
+    supported = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    tested = workflow["jobs"]["check-and-test"]["strategy"]["matrix"]["python"]
+    assert [supported[0], supported[-1]] == tested

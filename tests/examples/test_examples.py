@@ -21,7 +21,7 @@ ALONE = {
     "custom_processor.py": "forbidden:",
     "several_ranks.py": "'8 times two is' ->",
 }
-WITH_SERVER = {"chat.py": "Paris", "streaming.py": "chunks"}
+WITH_SERVER = {"chat.py": "Paris", "streaming.py": "chunks", "tools.py": "result: A table for"}
 FLAGS = ["--cpu-threads", "1", "--port", "0", "--kv-cache-memory-bytes", "256M"]
 
 

@@ -1,0 +1,90 @@
+"""The documentation as a site and as files: every page in the menu, links that both can follow,
+names that exist, a short README."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs.site_links import outside_links_changed, repository
+from paceline import __version__
+from tests.architecture.source_tree import FROZEN, ROOT
+from tests.architecture.test_documents import NAMED_FILE
+
+DOCS = ROOT / "docs"
+TOURS = ("architecture.md", "tour_request.md", "tour_step.md", "tour_ranks.md", "howto/extend.md")
+OPERATION = ("deployment.md", "troubleshooting.md")
+MOST_README_WORDS = 700
+# Flags of other programs.
+FOREIGN_FLAGS = {"--index-url", "--gpus", "--shm-size"}
+
+
+def listed() -> list[str]:
+    return re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    in_menu = listed()
+    assert len(in_menu) == len(set(in_menu))
+    assert {page for page in pages if not re.match(r"adr/0", page)} == set(in_menu)
+
+
+def test_links_out_of_docs_lead_to_the_repository() -> None:
+    text = "[a](../README.md#x) [b](../paceline/server) [c](tour_step.md#y) [d](https://e.f)"
+    changed = outside_links_changed(text, "architecture.md", "https://host/us")
+    assert changed == (
+        "[a](https://host/us/blob/main/README.md#x) [b](https://host/us/tree/main/paceline/server) "
+        "[c](tour_step.md#y) [d](https://e.f)"
+    )
+    assert (
+        outside_links_changed("[a](supported.py)", "x.md", "u")
+        == "[a](u/blob/main/docs/supported.py)"
+    )
+    assert outside_links_changed("[a](../../b.py)", "howto/x.md", "u") == "[a](u/blob/main/b.py)"
+
+
+def test_the_repository_has_one_address() -> None:
+    urls = re.findall(r'"(https://github\.com/[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert urls
+    assert all(url.startswith(repository()) for url in urls)
+
+
+@pytest.mark.parametrize("name", TOURS)
+def test_a_tour_links_the_files_that_it_names(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (DOCS / name).read_text(encoding="utf-8"), flags=re.S)
+    linked = set(re.findall(r"\[`([^`]+)`\]\(", text))
+    known = {file for file in NAMED_FILE.findall(text) if (ROOT / "paceline" / file).exists()}
+    assert known
+    assert not known - linked
+
+
+def test_metrics_in_the_docs_exist() -> None:
+    metrics = (FROZEN / "metrics.txt").read_text(encoding="utf-8").splitlines()
+    for page in DOCS.rglob("*.md"):
+        named = set(re.findall(r"`(paceline:[a-z_]+)`", page.read_text(encoding="utf-8")))
+        assert not named - set(metrics), page
+
+
+@pytest.mark.parametrize("name", OPERATION)
+def test_flags_in_the_docs_exist(name: str) -> None:
+    flags = {line.split()[-1] for line in (FROZEN / "cli_flags.txt").read_text().splitlines()}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DOCS / name).read_text(encoding="utf-8")))
+    positive = {flag.replace("--no-", "--", 1) for flag in named - FOREIGN_FLAGS}
+    assert not positive - flags
+
+
+def test_the_readme_is_short_and_says_what_a_newcomer_needs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= MOST_README_WORDS
+    assert len(re.findall(r"!\[", text)) == 1
+    assert len(re.findall(r"^\|---", text, re.M)) == 1
+    for needed in ("make serve", "make test", "whl/cpu", "from paceline import LLM", "**Missing**"):
+        assert needed in text
+
+
+def test_the_changelog_has_a_section_for_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", text, re.M)
+    assert text.index("## Unreleased") < text.index(f"## {__version__}")
