@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for `paceline bench serve`: one request per connection, SSE streams."""
+"""A small HTTP/1.1 client for `bench serve` and `verify`: one request per connection, SSE streams."""
 
 from __future__ import annotations
 
@@ -89,6 +89,12 @@ async def request(
 async def get(endpoint: Endpoint, path: str) -> str:
     async with request(endpoint, "GET", path) as content:
         return (await content.read()).decode()
+
+
+async def post(endpoint: Endpoint, path: str, body: Any) -> Any:
+    """The JSON of the reply."""
+    async with request(endpoint, "POST", path, json.dumps(body).encode()) as content:
+        return json.loads(await content.read())
 
 
 async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
