@@ -1,4 +1,4 @@
-"""`paceline verify`: proves on the user's model, drafter, layout and prompts what Paceline promises.
+"""`paceline verify`: proves what Paceline promises, on the user's model, drafter and prompts.
 
 Starts engines one after another, so that they never share the memory.
 """
@@ -86,8 +86,9 @@ def _verify(
             continue
         found = check.change(config, about)
         status.show(f"{check.name}: {check.shows}")
-        is_result = isinstance(found, Result)
-        yield Line(check, found if is_result else _on_second_engine(check, proof, found))
+        if isinstance(found, EngineConfig):
+            found = _on_second_engine(check, proof, found)
+        yield Line(check, found)
 
 
 def _proof(args: Namespace, target: Target, prompts: list[PromptRecord]) -> Proof:

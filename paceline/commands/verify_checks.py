@@ -16,6 +16,12 @@ from itertools import takewhile
 from typing import Any
 
 from paceline.commands.prompts import PromptRecord
+from paceline.commands.verify_statistics import (
+    MIN_EXPECTED,
+    chi_square,
+    chi_square_tail,
+    excess,
+)
 from paceline.commands.verify_target import About, Ask, Load, Reply, Target
 from paceline.config import EngineConfig
 
@@ -26,7 +32,9 @@ TIE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.03125}
 # exact where few draws are expected in a cell; the promise is one false alarm in 100,000 runs.
 SIGNIFICANCE = 1e-6
 MAX_BUBBLE = 0.05  # of device time, on a GPU
-_MIN_EXPECTED = 10.0  # draws of a chi-square cell
+# With as many tokens as logprobs are given, the probabilities are known at any temperature. At a
+# low one, drafts of a lookup are accepted too.
+_DRAW_TEMPERATURE = 0.6
 _DRAW_TOKENS = 4
 _ECHO_TOKENS = 24
 _NEUTRAL = {
@@ -86,7 +94,7 @@ class Proof:
     concurrency: int
     num_draws: int
     max_bubble: float | None
-    first_load: Load | None = None
+    _load: Load | None = None
 
     @property
     def about(self) -> About:
@@ -108,16 +116,19 @@ class Proof:
     @cached_property
     def record(self) -> tuple[list[Reply], list[Reply]]:
         """Greedy answers of the first engine with drafts, twice; the load is of the second time."""
-        first = self.ask_twice(lambda: self.target.reset_load())
-        self.first_load = self.target.load()
-        return first
+        first = self.ask_greedy()
+        self.target.take_load()
+        second = self.ask_greedy()
+        self._load = self.target.take_load()
+        return first, second
 
-    def ask_twice(
-        self, between: Callable[[], None] = lambda: None
-    ) -> tuple[list[Reply], list[Reply]]:
-        first = self.target.ask(self.greedy_asks, self.concurrency)
-        between()
-        return first, self.target.ask(self.greedy_asks, self.concurrency)
+    @property
+    def first_load(self) -> Load | None:
+        assert self.record
+        return self._load
+
+    def ask_greedy(self) -> list[Reply]:
+        return self.target.ask(self.greedy_asks, self.concurrency)
 
     @cached_property
     def without_drafts(self) -> list[Reply]:
@@ -141,6 +152,11 @@ class Check:
 
 def changed(asks: Sequence[Ask], params: Mapping[str, Any]) -> list[Ask]:
     return [replace(ask, params=ask.params | dict(params)) for ask in asks]
+
+
+def count_drafts(replies: Sequence[Reply]) -> tuple[int, int]:
+    """Verified and accepted ones."""
+    return sum(r.num_drafts for r in replies), sum(r.num_accepted for r in replies)
 
 
 def differences(expected: Sequence[Reply], got: Sequence[Reply]) -> list[Divergence]:
@@ -177,10 +193,10 @@ def compare_greedy(
     wrong = [one for one in judged if one.margin is None or one.margin >= proof.tolerance]
     if wrong:
         one = wrong[0]
-        margin = "none" if one.margin is None else f"{one.margin:.3g}"
+        shown = "large" if one.margin is None else f"{one.margin:.3g}"
         text = (
             f"{len(wrong)} of {len(expected)} answers differ; answer {one.answer}, token "
-            f"{one.position}: {one.got} instead of {one.expected}, margin {margin} "
+            f"{one.position}: {one.got} instead of {one.expected}, margin {shown} "
             f"(tolerance {proof.tolerance:g})"
         )
         return Result(Status.FAILS, text, figures)
@@ -202,8 +218,7 @@ def greedy(proof: Proof) -> Result:
         return Result(Status.NOT_NEEDED, "no drafter")
     drafted = proof.record[0]
     result = compare_greedy(proof, proof.without_drafts, drafted, proof.greedy_asks)
-    num_drafts = sum(reply.num_drafts for reply in drafted)
-    num_accepted = sum(reply.num_accepted for reply in drafted)
+    num_drafts, num_accepted = count_drafts(drafted)
     figures = result.figures | {"drafts": num_drafts, "accepted_drafts": num_accepted}
     counts = f"{num_accepted} of {num_drafts} drafts accepted"
     by_position = proof.first_load.accepted_per_position if proof.first_load else ()
@@ -263,31 +278,28 @@ def _exposure(found: Sequence[Divergence], replies: Sequence[Reply]) -> tuple[in
     return len(found), sum(ends.get(i, len(reply.token_ids)) for i, reply in enumerate(replies))
 
 
-def excess(tried: tuple[int, int], baseline: tuple[int, int]) -> float:
-    """The chance of this many divergences or more, if both kinds are equally likely per token."""
-    count, total = tried[0], tried[0] + baseline[0]
-    share = tried[1] / max(1, tried[1] + baseline[1])
-    tail = (math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count))
-    return max(0.0, 1.0 - sum(tail))
-
-
 def sampled_drafts(proof: Proof) -> Result:
     """Draws with drafts against the exact probabilities, which logprobs without drafts give."""
     if not proof.about.drafters:
         return Result(Status.NOT_NEEDED, "no drafter")
-    params = {"temperature": 1.0, "max_tokens": _DRAW_TOKENS, "ignore_eos": True, **_NEUTRAL}
+    params = _NEUTRAL | {"temperature": _DRAW_TEMPERATURE, "top_k": proof.about.max_logprobs}
+    params |= {"max_tokens": _DRAW_TOKENS, "ignore_eos": True}
 
     def draw(prompt: Sequence[int], count: int) -> list[Reply]:
         return proof.target.ask([Ask(prompt, params | {"seed": n}) for n in range(count)])
 
     def contested(prompt: Sequence[int]) -> tuple[int, int]:
         pilot = draw(prompt, 4)
-        drafts, accepted = (sum(getattr(r, n) for r in pilot) for n in ("num_drafts", _ACCEPTED))
+        drafts, accepted = count_drafts(pilot)
         return min(accepted, drafts - accepted), drafts
 
-    prompt = max((ask.prompt for ask in proof.greedy_asks), key=contested)
+    # Also within answers: there a lookup finds drafts that the model may accept.
+    starts = [ask.prompt for ask in proof.greedy_asks]
+    answers = [reply.token_ids[:-_DRAW_TOKENS] for reply in proof.record[0]]
+    starts += [[*start, *answer] for start, answer in zip(starts, answers, strict=True)]
+    prompt = max(starts, key=contested)
     replies = draw(prompt, proof.num_draws)
-    drafts, accepted = (sum(getattr(r, n) for r in replies) for n in ("num_drafts", _ACCEPTED))
+    drafts, accepted = count_drafts(replies)
     groups = [
         (start, counts, _probabilities(proof, [*prompt, *start], counts))
         for start, counts in _common_starts(replies)
@@ -313,7 +325,6 @@ def sampled_drafts(proof: Proof) -> Result:
     return Result(status, text, figures | {"p_value": p_value}, (_draws_plot(groups),))
 
 
-_ACCEPTED = "num_accepted"
 _Group = tuple[tuple[int, ...], Counter[int], dict[int, float]]
 
 
@@ -324,37 +335,16 @@ def _common_starts(replies: Sequence[Reply]) -> list[tuple[tuple[int, ...], Coun
         for length in range(len(reply.token_ids)):
             start = tuple(reply.token_ids[:length])
             after.setdefault(start, Counter())[reply.token_ids[length]] += 1
-    enough = [(s, c) for s, c in after.items() if c.total() >= 4 * _MIN_EXPECTED]
+    enough = [(s, c) for s, c in after.items() if c.total() >= 4 * MIN_EXPECTED]
     return sorted(enough, key=lambda item: -item[1].total())[:24]
 
 
 def _probabilities(proof: Proof, tokens: Sequence[int], counts: Counter[int]) -> dict[int, float]:
     probe = counts.most_common(1)[0][0]
     table = proof.logprobs_after(tokens, probe, proof.about.max_logprobs)
-    return {token: math.exp(logprob) for token, logprob in table.items()}
-
-
-def chi_square(counts: Counter[int], chances: Mapping[int, float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom. Tokens too rare for a cell share one."""
-    total = counts.total()
-    cells = {t: p for t, p in chances.items() if p * total >= _MIN_EXPECTED}
-    rest = 1.0 - sum(cells.values())
-    while cells and rest * total < _MIN_EXPECTED:
-        rest += cells.pop(min(cells, key=lambda token: cells[token]))
-    seen_rest = total - sum(counts[token] for token in cells)
-    pairs = [(counts[token], p * total) for token, p in cells.items()]
-    pairs.append((seen_rest, rest * total))
-    return sum((seen - wanted) ** 2 / wanted for seen, wanted in pairs), len(pairs) - 1
-
-
-def chi_square_tail(statistic: float, freedom: int) -> float:
-    """The chance of a larger value, by the finite sums for whole degrees of freedom."""
-    half, odd = statistic / 2, freedom % 2
-    if half <= 0:
-        return 1.0
-    powers = (k + odd / 2 for k in range(freedom // 2))
-    terms = [math.exp(x * math.log(half) - half - math.lgamma(x + 1)) for x in powers]
-    return min(1.0, sum(terms) + (math.erfc(math.sqrt(half)) if odd else 0.0))
+    best = sorted(table.items(), key=lambda item: -item[1])[: proof.about.max_logprobs]
+    weights = {token: math.exp(logprob / _DRAW_TEMPERATURE) for token, logprob in best}
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
 
 def _draws_plot(groups: Sequence[_Group]) -> Plot:
@@ -392,7 +382,7 @@ def echo(proof: Proof) -> Result:
 
 
 def bubble(proof: Proof) -> Result:
-    load = proof.record and proof.first_load
+    load = proof.first_load
     if load is None or load.idle_s + load.busy_s <= 0.0:
         return Result(Status.NOT_CHECKED, "the server does not say: /v1/live is off (--no-page)")
     share = load.idle_s / (load.idle_s + load.busy_s)
@@ -418,11 +408,11 @@ def bubble(proof: Proof) -> Result:
 
 
 def as_first_engine(proof: Proof) -> Result:
-    return _compare_engines(proof, proof.ask_twice())
+    return _compare_engines(proof, (proof.ask_greedy(), proof.ask_greedy()))
 
 
 def prefix_cache(proof: Proof) -> Result:
-    got = proof.ask_twice()
+    got = (proof.ask_greedy(), proof.ask_greedy())
     result = _compare_engines(proof, got)
     hits = [sum(reply.num_cached for reply in [*a, *b]) for a, b in (proof.record, got)]
     figures = result.figures | {"cached_tokens": hits}

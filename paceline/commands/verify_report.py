@@ -125,6 +125,6 @@ def _svg(plot: Plot) -> str:
         parts.append(f'<text x="{x:.1f}" y="{floor + 14}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{_LEFT - 6}" y="24" text-anchor="end">{top:.4g}</text>')
     parts.append(f'<path d="M{_LEFT} {floor}H{_PLOT_WIDTH}" stroke="currentColor"/>')
-    view = f"0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}"
-    title = escape(plot.title)
-    return f'<h2>{title}</h2><svg role="img" aria-label="{title}" viewBox="{view}">{"".join(parts)}</svg>'
+    title, view = escape(plot.title), f"0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}"
+    drawn = "".join(parts)
+    return f'<h2>{title}</h2><svg role="img" aria-label="{title}" viewBox="{view}">{drawn}</svg>'

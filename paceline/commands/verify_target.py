@@ -64,7 +64,7 @@ class About:
 
 @dataclass(frozen=True)
 class Load:
-    """Device time since the last `reset_load`, or since the start of a server."""
+    """Device time since the last `take_load`, or since the start of a server."""
 
     idle_s: float
     busy_s: float
@@ -80,9 +80,7 @@ class Target(Protocol):
     def ask(self, asks: Sequence[Ask], concurrency: int | None = None) -> list[Reply]:
         """Answers in order. `concurrency` is the most requests at once; None: any number."""
 
-    def reset_load(self) -> None: ...
-
-    def load(self) -> Load | None:
+    def take_load(self) -> Load | None:
         """None: it does not say."""
 
 
@@ -121,12 +119,10 @@ class EngineTarget:
             )
         return [_reply(output) for output in outputs]
 
-    def reset_load(self) -> None:
-        self._session.client.stats.recent.clear()
-
-    def load(self) -> Load:
+    def take_load(self) -> Load:
         stats = self._session.client.stats
         steps = [times for times in stats.recent if times.idle_s >= 0.0]
+        stats.recent.clear()
         idle_s, busy_s = sum(t.idle_s for t in steps), sum(t.busy_s for t in steps)
         return Load(idle_s, busy_s, steps, stats.accepted_per_position)
 
@@ -180,18 +176,13 @@ class ServerTarget:
 
         async def one(ask: Ask) -> Reply:
             body = {"model": self.about.model, "prompt": list(ask.prompt), **ask.params}
+            body["return_token_ids"] = True
             async with limiter:
-                path = "/v1/completions"
-                return _from_json(
-                    await post(self._endpoint, path, body | {"return_token_ids": True})
-                )
+                return _from_json(await post(self._endpoint, "/v1/completions", body))
 
         return await asyncio.gather(*map(one, asks))
 
-    def reset_load(self) -> None:
-        """A server's totals are since its start."""
-
-    def load(self) -> Load | None:
+    def take_load(self) -> Load | None:
         frame = asyncio.run(self._frame())
         if frame is None:
             return None
