@@ -29,7 +29,9 @@ from paceline.commands.verify_target import About, Ask, Load, Reply
 from paceline.engine.client import EngineClient
 from paceline.kernels.verify.reference import SampledDrafts
 from paceline.runner import runner as runner_module
+from paceline.runner import startup
 from paceline.runner import step as step_module
+from paceline.runner.platform_cuda import CudaPlatform
 from paceline.runner.runner import StepRunner
 from paceline.sampling import verify as sampling_verify
 from paceline.sampling.params import slot_rows
@@ -143,12 +145,10 @@ def accept_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judge_by_stale_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are judged by what the drafts of the step before were drawn from."""
-    before: list[torch.Tensor] = []
+    """Each draft is judged by the probabilities that the draft before it was drawn from."""
 
     def stale(onehot_S: torch.Tensor, prob_SKV: torch.Tensor) -> SampledDrafts:
-        before.append(prob_SKV.clone())
-        return SampledDrafts(onehot_S, before.pop(0) if len(before) > 1 else prob_SKV)
+        return SampledDrafts(onehot_S, prob_SKV.roll(1, dims=1))
 
     monkeypatch.setattr(sampling_verify, "SampledDrafts", stale)
 
@@ -221,6 +221,37 @@ def test_a_planted_bug_is_found(
     code, found, _ = verify(models, tmp_path, spec, "--draws", draws)
     assert found[check] == "does not hold", found
     assert code == 1
+    if check == "chi-square":  # nothing else could find it
+        assert found["greedy"] == found["seeds"] == found["echo"] == "holds"
+
+
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_a_step_that_waits_for_the_gpu_is_found(
+    models: Models, in_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits: bool
+) -> None:
+    """A CPU stands in for the GPU: torch's mode is recorded, and the planted wait obeys it."""
+    modes = ["default"]
+    num_checked = 0
+    right = StepRunner._stage
+
+    def stage(self: StepRunner, *args: Any) -> None:
+        nonlocal num_checked
+        num_checked += modes[-1] == "error"
+        if waits and modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        right(self, *args)
+
+    monkeypatch.setattr(startup, "CpuPlatform", lambda *_: CudaPlatform(torch.device("cpu")))
+    monkeypatch.setattr(CudaPlatform, "name", "a stand-in")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(StepRunner, "_stage", stage)
+    code, found, _ = verify(models, tmp_path, NGRAM, "--draws", "50", "--partial")
+    assert found["host sync"] == ("does not hold" if waits else "holds"), found
+    assert found["run-ahead"] == "holds"
+    assert found["bubble"] == "not checked"  # the stand-in has no clock
+    assert code == int(waits)
+    assert num_checked > 0
+    assert modes[-1] == "default"
 
 
 # ---- a server, and more ranks

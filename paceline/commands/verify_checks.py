@@ -384,7 +384,8 @@ def echo(proof: Proof) -> Result:
 def bubble(proof: Proof) -> Result:
     load = proof.first_load
     if load is None or load.idle_s + load.busy_s <= 0.0:
-        return Result(Status.NOT_CHECKED, "the server does not say: /v1/live is off (--no-page)")
+        why = "no device times: a server tells them at /v1/live (not with --no-page)"
+        return Result(Status.NOT_CHECKED, why)
     share = load.idle_s / (load.idle_s + load.busy_s)
     limit = proof.max_bubble
     if limit is None and proof.about.device not in ("", "cpu"):
