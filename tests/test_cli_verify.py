@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from paceline.commands.verify_checks import (
     Status,
     compare_greedy,
     differences,
+    seeds,
 )
 from paceline.commands.verify_statistics import chi_square, chi_square_tail, excess
 from paceline.commands.verify_target import About, Ask, Load, Reply
@@ -304,6 +306,15 @@ def test_wrong_usage_ends_with_2(
     assert said in capsys.readouterr().err
 
 
+def test_sampling_parameters_in_prompts_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a", "temperature": 0.5}', encoding="utf-8")
+    assert main(["verify", "--prompts", str(prompts)]) == 2
+    assert "sets temperature" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_too_long_ends_with_2(
     models: Models, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,6 +396,31 @@ def test_a_near_tie_is_tolerated_in_half_precision_and_shown(dtype: str) -> None
 )
 def test_other_divergences_are_not(dtype: str, table: dict[int, float], got: list[int]) -> None:
     assert judged(dtype, table, got).status is Status.FAILS
+
+
+class WithoutDraftsOtherTokens(FakeTarget):
+    """As if a seed gave other tokens with drafts than without."""
+
+    def ask(self, asks: Any, concurrency: int | None = None) -> list[Reply]:
+        return [Reply([1 if "num_speculative_tokens" in ask.params else 2] * 3) for ask in asks]
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "dtype", "num_prompts", "status"),
+    [
+        ("greedy", "float32", 1, Status.FAILS),
+        ("probabilistic", "float32", 1, Status.HOLDS),  # it promises the distribution only
+        ("", "float32", 1, Status.NOT_CHECKED),  # a server that does not say
+        ("greedy", "bfloat16", 1, Status.HOLDS),  # two divergences may be rounding
+        ("greedy", "bfloat16", 20, Status.FAILS),
+    ],
+)
+def test_seeds_with_other_tokens_are_judged_by_what_was_promised(
+    draft_sampling: str, dtype: str, num_prompts: int, status: Status
+) -> None:
+    target = WithoutDraftsOtherTokens(dtype, {})
+    target.about = replace(target.about, draft_sampling=draft_sampling, drafters=("any",))
+    assert seeds(Proof(target, [[5]] * num_prompts, 3, 1, 1, None)).status is status
 
 
 def test_the_first_token_that_differs_is_named() -> None:

@@ -43,6 +43,11 @@ def run(args: Namespace) -> int:
     prompts = [PromptRecord(text=text) for text in _PROMPTS]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
+        if own := sorted({name for prompt in prompts for name in prompt.sampling}):
+            raise ConfigError(
+                f"{args.prompts} sets {', '.join(own)}; each check sets its own sampling "
+                "parameters, so remove them."
+            )
     report = Report()
     status = StatusLine()
     for line in _verify(args, prompts, report, status):

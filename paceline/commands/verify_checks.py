@@ -393,9 +393,9 @@ def bubble(proof: Proof) -> Result:
     text = f"device idle {share:.2%} of {load.idle_s + load.busy_s:.2f} s"
     figures = {"idle_share": share, "limit": limit, "steps": len(load.steps)}
     each = load.steps[:: max(1, len(load.steps) // 60)]
-    series = {"idle": [t.idle_s * 1e6 for t in each], "busy": [t.busy_s * 1e6 for t in each]}
+    series = {"idle": [t.idle_s * 1e3 for t in each], "busy": [t.busy_s * 1e3 for t in each]}
     labels = [str(number) for number in range(len(each))]
-    plots = (Plot("Device time around steps (µs)", labels, series),) if each else ()
+    plots = (Plot("Device time before and in steps (ms)", labels, series),) if each else ()
     if limit is None:
         is_server = not proof.about.device
         why = "--max-bubble judges it" if is_server else "judged on a GPU, or with --max-bubble"

@@ -25,7 +25,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100% }
 td, th { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0;
   border-bottom: 1px solid #8884 }
-td { overflow-wrap: anywhere }
+td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
 .holds { color: var(--holds) } .fails { color: var(--fails) } .other { color: var(--other) }
 svg { width: 100%; height: auto } svg text { fill: currentColor; font-size: 11px }
 pre { overflow: auto; font-size: 12px }
@@ -123,7 +123,7 @@ def _svg(plot: Plot) -> str:
         x = _LEFT + (i + 0.4) * room
         label = escape(plot.labels[i])
         parts.append(f'<text x="{x:.1f}" y="{floor + 14}" text-anchor="middle">{label}</text>')
-    parts.append(f'<text x="{_LEFT - 6}" y="24" text-anchor="end">{top:.4g}</text>')
+    parts.append(f'<text x="{_LEFT - 6}" y="24" text-anchor="end">{top:,.5g}</text>')
     parts.append(f'<path d="M{_LEFT} {floor}H{_PLOT_WIDTH}" stroke="currentColor"/>')
     title, view = escape(plot.title), f"0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}"
     drawn = "".join(parts)

@@ -124,7 +124,7 @@ class EngineTarget:
         steps = [times for times in stats.recent if times.idle_s >= 0.0]
         stats.recent.clear()
         idle_s, busy_s = sum(t.idle_s for t in steps), sum(t.busy_s for t in steps)
-        return Load(idle_s, busy_s, steps, stats.accepted_per_position)
+        return Load(idle_s, busy_s, steps, [*stats.accepted_per_position])
 
 
 def _reply(output: RequestOutput) -> Reply:
