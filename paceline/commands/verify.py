@@ -90,6 +90,8 @@ def _verify(
             yield Line(check, Result(Status.NOT_CHECKED, _OTHER_ENGINE))
             continue
         found = check.change(config, about)
+        if isinstance(found, EngineConfig) and not proof.has_record:
+            found = Result(Status.NOT_CHECKED, "the first engine gave no answers to compare with")
         status.show(f"{check.name}: {check.shows}")
         if isinstance(found, EngineConfig):
             found = _on_second_engine(check, proof, found)
@@ -104,10 +106,10 @@ def _proof(args: Namespace, target: Target, prompts: list[PromptRecord]) -> Proo
         raise ConfigError(f"The server does not encode the prompts (/tokenize): {error}") from None
     limit = target.about.max_model_len
     for number, tokens in enumerate(encoded, start=1):
-        if limit is not None and len(tokens) + args.max_tokens > limit:
+        if limit is not None and len(tokens) + args.max_tokens >= limit:
             raise ConfigError(
-                f"Prompt {number} has {len(tokens)} tokens, with --max-tokens {args.max_tokens} "
-                f"more than max_model_len {limit}; shorten one of them."
+                f"Prompt {number} has {len(tokens)} tokens; with --max-tokens {args.max_tokens} "
+                f"that must be less than max_model_len {limit}. Shorten one of them."
             )
     return Proof(target, encoded, args.max_tokens, args.concurrency, args.draws, args.max_bubble)
 

@@ -109,7 +109,10 @@ class Proof:
         """Each prompt, and some repeated over several pages: the cache and lookups find them."""
         room = (self.about.max_model_len or 1 << 30) - self.max_tokens - 1
         size = min(3 * self.about.page_size + 1, room)
-        long = [(prompt * size)[: max(size, len(prompt))] for prompt in self.prompts[:4]]
+        long = [
+            (prompt * (size // max(1, len(prompt)) + 1))[: max(size, len(prompt))]
+            for prompt in self.prompts[:4]
+        ]
         params = {"temperature": 0.0, "max_tokens": self.max_tokens, **_NEUTRAL}
         return [Ask(prompt, params) for prompt in [*self.prompts, *long]]
 
@@ -121,6 +124,10 @@ class Proof:
         second = self.ask_greedy()
         self._load = self.target.take_load()
         return first, second
+
+    @property
+    def has_record(self) -> bool:
+        return "record" in vars(self)
 
     @property
     def first_load(self) -> Load | None:
