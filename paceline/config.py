@@ -125,6 +125,7 @@ class DeviceConfig:
     )
     retry: bool = opt(True, "requests of dead ranks go on elsewhere or after a restart (ours)")
     check_collectives: bool = opt(False, "check that ranks agree on each collective; slow (ours)")
+    check_syncs: bool = opt(False, "fail if a step makes the host wait for the GPU (ours)")
     force_collectives: bool = opt(False, "run collectives in groups of one rank, for tests (ours)")
     share_gpu: bool = opt(False, "allow several ranks on one GPU; slow, no CUDA graphs (ours)")
 

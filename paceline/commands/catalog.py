@@ -144,6 +144,23 @@ def _dataset(group: Any) -> None:
     group.add_argument("--ignore-eos", action="store_true", help=text)
 
 
+def _verify(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("proof")
+    _text(group, "--prompts", "FILE", "one prompt per line, or JSONL [built-in prompts]")
+    _number(group, "--max-tokens", 48, "tokens in an answer")
+    _number(group, "--concurrency", 8, "requests that run together")
+    _number(group, "--draws", 1000, "draws for the chi-square test")
+    text = "largest share of device idle time; default: 0.05 on a GPU, not judged on a CPU"
+    group.add_argument("--max-bubble", type=float, metavar="X", help=text)
+    _text(group, "--output", "DIR", "folder for verify.html and verify.json")
+    group = parser.add_argument_group("a running server")
+    _text(group, "--url", "URL", "ask this server instead of starting engines")
+    _text(group, "--api-key", "TEXT", "API key of that server")
+    text = "exit 0 if nothing failed, even if some promises could not be checked"
+    group.add_argument("--partial", action="store_true", help=text)
+    add_engine_arguments(parser, shown=False)
+
+
 def _convert(parser: ArgumentParser) -> None:
     parser.add_argument("gguf", metavar="GGUF", help="the file to read")
     parser.add_argument("folder", metavar="DIR", help="where the Hugging Face folder is written")
@@ -218,6 +235,11 @@ COMMANDS = {
         "Measure latency, throughput, a server under load, or the best drafter.",
         usage="{latency,throughput,serve,sweep} [MODEL] [options]",
         subcommands=_BENCHES,
+    ),
+    "verify": Command(
+        "Prove that drafts, caches and batches change no token, on your model and prompts.",
+        _verify,
+        start_message=lambda args: f"verifying {args.url}" if args.url else _loading(args),
     ),
     "convert": Command(
         "Write a GGUF file as a folder of safetensors.",

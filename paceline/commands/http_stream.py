@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for `paceline bench serve`: one request per connection, SSE streams."""
+"""A small HTTP/1.1 client for `bench serve` and `verify`: one request per connection, SSE."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from paceline.runner.captures import Captures
 from paceline.runner.graphs import GraphKey, Part
 from paceline.runner.prompt_logprobs import PromptScores, score_prompts
 from paceline.runner.step import Device, Forwarded, RowBuilder, step_a, step_b
-from paceline.runner.streams import Stream
+from paceline.runner.streams import Stream, syncs_forbidden
 from paceline.sampling.custom import CustomProcessors
 from paceline.sampling.params import mode_of, slot_rows
 from paceline.sampling.verify import Extras, SamplingMode
@@ -83,6 +84,7 @@ class StepRunner:
     """See step.Runner. Every method is called by the loop thread.
 
     `make_stream` gets the reader of the ring; `captures` are None where steps are never captured.
+    `checks_syncs`: a step of a kind that ran before must not wait for the GPU.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class StepRunner:
         custom: CustomProcessors | None = None,
         lockstep: Lockstep | None = None,
         captures: Captures | None = None,
+        checks_syncs: bool = False,
     ) -> None:
         self._device = device
         self._info = info
@@ -108,6 +111,8 @@ class StepRunner:
         self._stream = make_stream(self.reader)
         self._newest: tuple[int, StepResult] | None = None  # its end is not known yet
         self.num_eager = 0
+        self._checks_syncs = checks_syncs
+        self._ran: set[GraphKey] = set()  # kinds of steps that were compiled and captured
 
     @property
     def info(self) -> RunnerInfo:
@@ -157,7 +162,11 @@ class StepRunner:
             if plan.late_B is None:
                 self._run_b(step, None)
 
-        self._stream.submit(step, run)
+        is_checked = self._checks_syncs and step.key in self._ran
+        with syncs_forbidden() if is_checked else nullcontext():
+            self._stream.submit(step, run)
+        if self._checks_syncs and step.key is not None:
+            self._ran.add(step.key)
         if not has_graph:
             self._forget_scored(plan)
         return step

@@ -113,6 +113,7 @@ def build_on(
         custom=CustomProcessors(names, slots.vocab_size, slots.device) if names else None,
         lockstep=ranks.lockstep,
         captures=execution.captures,
+        checks_syncs=config.device.check_syncs,
     )
     ranks.meet("draft")
     platform.prepare(runner, models, progress)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -66,6 +67,16 @@ class DirectStream:
     def close(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+@contextmanager
+def syncs_forbidden() -> Iterator[None]:
+    """Within the block, torch raises where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class ThreadStream:
