@@ -6,7 +6,7 @@ Needs llguidance, which the caller has imported. Runs on the engine's loop threa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,10 +70,12 @@ class GrammarMasks:
         native: list[_NativeRow] = []
         begins: list[tuple[int, int, int]] = []  # (index, position, token) of markers
         for index, constraint, drafts in rows:
+            if not isinstance(constraint, GrammarConstraint):
+                continue
             for at, state, rest in _states(constraint, drafts):
-                row_WV = mask_RWV[index, at : at + len(rest) + 1]
-                native += self._fill_known(index, at, state, rest, row_WV)
-                begins += [(index, at, token) for token in state.opening[:1]]
+                native += self._fill_known(index, at, state, rest, mask_RWV)
+                if state.opening:
+                    begins.append((index, at, state.opening[0]))
         if native:
             self._fill_native(native, mask_RWV)
         for index, at, token in begins:
@@ -84,22 +86,26 @@ class GrammarMasks:
         return errors
 
     def _fill_known(
-        self, index: int, at: int, state: GrammarConstraint, drafts: list[int], row_WV: Ints
-    ) -> list[_NativeRow]:
-        """Write the masks that need no call. Returns what the native call must write."""
+        self, index: int, at: int, state: GrammarConstraint, drafts: list[int], mask_RWV: Ints
+    ) -> tuple[_NativeRow, ...]:
+        """Write the masks from position `at` on that need no call. Returns what it must write."""
         first, matched = state.matched(drafts)
-        row_WV[:first] = -1
-        if first > len(drafts):
-            return []
-        row_WV[first + len(matched) + 1 :] = self._only_eos
+        begin, stop = at + first, at + len(drafts) + 1
+        if first:
+            mask_RWV[index, at:begin] = -1
+        if begin >= stop:
+            return ()
+        end = begin + len(matched) + 1
+        if end < stop:
+            mask_RWV[index, end:stop] = self._only_eos
         if state.has_ended:
-            row_WV[first] = self._only_eos
+            mask_RWV[index, begin] = self._only_eos
         elif not state.can_read:
-            row_WV[first:] = self._only_eos
-            row_WV[first] = 0
+            mask_RWV[index, begin:stop] = self._only_eos
+            mask_RWV[index, begin] = 0
         else:
-            return [(index, state, at + first, matched)]
-        return []
+            return ((index, state, begin, matched),)
+        return ()
 
     def _fill_native(self, rows: list[_NativeRow], mask_RWV: Ints) -> None:
         num_rows, width, num_words = mask_RWV.shape
@@ -230,16 +236,17 @@ class GrammarConstraint:
 
 
 def _states(
-    constraint: TokenConstraint, drafts: list[int]
-) -> Iterator[tuple[int, GrammarConstraint, list[int]]]:
+    constraint: GrammarConstraint, drafts: list[int]
+) -> Sequence[tuple[int, GrammarConstraint, list[int]]]:
     """(position, state there, drafts that it reads). Drafts of an opening marker part them."""
-    if not isinstance(constraint, GrammarConstraint):
-        return
+    if not constraint.opening:
+        return ((0, constraint, drafts),)
+    states = []
     state, at = constraint, 0
     while at < len(drafts) and state.opening[:1] == (drafts[at],):
-        yield at, state, []
+        states.append((at, state, list[int]()))
         state = copy(state)
         state.matcher = state.matcher.deep_copy()
         state.accept([drafts[at]])
         at += 1
-    yield at, state, drafts[at:]
+    return [*states, (at, state, drafts[at:])]

@@ -12,7 +12,7 @@ from paceline.errors import InvalidRequest, NotFound, shown
 from paceline.server import responses_types as wire
 from paceline.server.as_chat import Translated, TranslatedEndpoint
 from paceline.server.generate import CheckedRequest, json_response, owner_of
-from paceline.server.response_store import LiveResponse, StoredResponse
+from paceline.server.response_store import LiveResponse, ResponseStore, StoredResponse
 from paceline.server.responses_format import Asked, ResponsesFormat
 from paceline.server.responses_input import own_items, translate
 from paceline.server.service import Client, Service
@@ -42,7 +42,9 @@ class ResponsesEndpoint(TranslatedEndpoint[wire.ResponsesRequest]):
                 "This server stores no responses (--max-stored-responses 0); send store: false.",
                 param="store",
             )
-        previous = self._previous(body.previous_response_id, owner)
+        previous = None
+        if (earlier := body.previous_response_id) is not None:
+            previous = _found(service.responses, earlier, owner, "previous_response_id")
         size += 0 if previous is None else len(previous.items)
         items: list[wire.Item] = []
 
@@ -88,14 +90,6 @@ class ResponsesEndpoint(TranslatedEndpoint[wire.ResponsesRequest]):
 
     def _is_stored(self, body: wire.ResponsesRequest) -> bool:
         return body.store is not False and self._service.responses.stores
-
-    def _previous(self, response_id: str | None, owner: bytes) -> StoredResponse | None:
-        if response_id is None:
-            return None
-        found = self._service.responses.get(response_id, owner)
-        if found is None:
-            raise _no_response(response_id, "previous_response_id")
-        return found
 
 
 class StoredResponseEndpoints:
@@ -157,18 +151,17 @@ class StoredResponseEndpoints:
         return self._store.live.get((owner_of(request), request.path_params["id"]))
 
     def _stored(self, request: Request) -> StoredResponse:
-        found = self._store.get(request.path_params["id"], owner_of(request))
-        if found is None:
-            raise _no_response(request.path_params["id"], "id")
-        return found
+        return _found(self._store, request.path_params["id"], owner_of(request), "id")
 
 
 def _json(body: bytes) -> HttpResponse:
     return HttpResponse(body, media_type="application/json")
 
 
-def _no_response(response_id: str, param: str) -> NotFound:
-    return NotFound(
+def _found(store: ResponseStore, response_id: str, owner: bytes, param: str) -> StoredResponse:
+    if (found := store.get(response_id, owner)) is not None:
+        return found
+    raise NotFound(
         f"There is no stored response {shown(response_id)}. It was never stored, was deleted, or "
         "was dropped for newer ones (--max-stored-responses, --max-stored-response-bytes).",
         param=param,
