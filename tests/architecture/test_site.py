@@ -4,6 +4,7 @@ names that exist, a short README."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,15 @@ def test_the_changelog_has_a_section_for_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", text, re.M)
     assert text.index("## Unreleased") < text.index(f"## {__version__}")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: str(p.relative_to(DOCS)))
+def test_lists_are_written_so_that_the_site_reads_them(page: Path) -> None:
+    """GitHub is lenient: there a list needs no empty line before it, and two spaces indent."""
+    before, is_code = "", False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        is_item = re.match(r"([-*]|\d+\.) ", line) and not is_code
+        assert not is_item or not before or re.match(r"\s*([-*]|\d+\.) |\s", before), number
+        assert is_code or not re.match(r" {1,3}([-*] |\d+\. |```)", line), number
+        is_code ^= line.lstrip().startswith("```")
+        before = line
