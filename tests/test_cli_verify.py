@@ -219,7 +219,7 @@ def test_a_planted_bug_is_found(
     plant, drafter = PLANTED[check]
     plant(monkeypatch)
     spec = models.sampled() if drafter == "sampled" else NGRAM
-    draws = "600" if check == "chi-square" else "100"
+    draws = "1500" if check == "chi-square" else "100"
     code, found, _ = verify(models, tmp_path, spec, "--draws", draws)
     assert found[check] == "does not hold", found
     assert code == 1

@@ -34,7 +34,7 @@ SIGNIFICANCE = 1e-6
 MAX_BUBBLE = 0.05  # of device time, on a GPU
 # With as many tokens as logprobs are given, the probabilities are known at any temperature. At a
 # low one, drafts of a lookup are accepted too.
-_DRAW_TEMPERATURE = 0.6
+_DRAW_TEMPERATURE = 0.8
 _DRAW_TOKENS = 4
 _ECHO_TOKENS = 24
 _NEUTRAL = {
