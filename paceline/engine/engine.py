@@ -272,7 +272,7 @@ class Engine:
         self.scheduler.commit(launched.plan, result)
         self._unpublished.append(result)
         if not self._in_flight and not self.scheduler.num_unfinished:
-            self.watch.rest()
+            self.watch.ran_out_of_work()
         self._bind_oldest()
 
     # ---- messages

@@ -63,7 +63,7 @@ class Stopwatch:
                 idle_s = max(0.0, result.device_start_s - previous.device_end_s)
         self._newest, self._idle_before_s, self._rested = result, idle_s, False
 
-    def rest(self) -> None:
+    def ran_out_of_work(self) -> None:
         """No work is left: idle time up to the next step is no bubble."""
         self._rested = True
 

@@ -1,6 +1,6 @@
 """Attention blocks: normed activations in, the update of the residual stream out.
 
-A block writes KV to the pages of its own layer. It knows nothing of requests.
+A block writes KV to the pages of one layer. It knows nothing of requests.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def propose_tokens(
 ) -> Tensor:
     """Draft j of each row, int32 [B]: the best, or drawn for sequence position `position_B`.
 
-    Slots that keep distributions: drawn with noise of its own, for rejection sampling. Other slots:
+    Slots that keep distributions: drawn with separate noise, for rejection sampling. Other slots:
     drawn with the noise of the target's draw at this position (by the target's token ids), so that
     both draws are often equal; such drafts are verified by equality, as the best ones are.
 

@@ -33,7 +33,7 @@ SCRATCH_BYTES = 1 << 20
 _TICKET, _DONE, _BUSY, _STOP = 0, 64, 128, 192
 _BODY, _ARGUMENTS = 256, 264
 _SEM_WAIT, _SEM_POST, _YIELD, _NUM_WORKERS, _SCRATCH = 320, 328, 336, 344, 352
-# Then for each worker: whether it sleeps, on a line of its own its semaphore, and its scratch.
+# Then for each worker: whether it sleeps, its semaphore on a separate cache line, and its scratch.
 _WORKERS, _WORKER_BYTES, _SEMAPHORE, _WORKER_SCRATCH = 384, 128, 64, 120
 _MAX_WORKERS = 255
 # A ticket is a generation, how many tiles it has, and how many are claimed: one word, so that a
