@@ -148,11 +148,11 @@ class DraftLengths:
         expected_S: list[float] = (self._survival.of(slice(-1)) * is_drafted_SK).sum(1).tolist()
         return expected_S
 
-    def proposed(self, k_S: Ints, slots: Rows) -> int:
-        """Drafts that the drafter proposes in a step with these slots, of which each could verify
-        k_S. Slots that are sure of their continuation need none."""
-        wanted_B = (k_S * ~self.is_sure_S).take(slots)
-        return int(wanted_B.max()) if len(slots) else 0
+    def proposed(self, k_S: Ints, slots: Rows) -> Ints:
+        """Drafts that the drafter proposes for these slots, of which each could verify k_S. Slots
+        that are sure of their continuation need none."""
+        wanted_B: Ints = (k_S * ~self.is_sure_S).take(slots)
+        return wanted_B
 
     def wanted(self, step: int, num_rows: int = 1, *, is_mixed: bool = False) -> Ints:
         """k of each slot for this step of `num_rows` rows. `is_mixed`: it has prompt chunks."""
@@ -257,7 +257,10 @@ class _Ranking:
         elif not self._is_fixed and plan.agreed is None:
             tokens += int(result.num_drafts_B.sum()) - int(plan.k_B.sum())
         seconds = result.device_end_s - result.device_start_s
-        self.cost.measured(seconds, tokens, size.rows, size.k, kv_tokens)
+        drafts = size.rows * size.draft_k
+        if not self._is_fixed and plan.agreed is None and plan.draft_k_B is not None:
+            drafts = int(plan.draft_k_B.sum())
+        self.cost.measured(seconds, tokens, size.draft_k, drafts, kv_tokens)
 
     def decide(self, survival_RK: Floats, kv_tokens: int) -> None:
         self._num_rows = len(survival_RK)

@@ -234,27 +234,31 @@ class Scheduler:
         host_drafts, is_forced_R = self.continuations.drafts(slots, k_B)
         samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
         k = int(k_B.max()) if len(slots) else 0
-        draft_k = self._draft_lengths.proposed(self._draft_k_S, slots)
+        draft_k_B = self._draft_lengths.proposed(self._draft_k_S, slots)
         if chunks:
+            more_k: list[int] = []
             wanted_S = self._wanted_drafts(self.num_steps, samples_S)
             for row, (live, _) in enumerate(chunks, len(slots)):
                 is_final = live.num_launched == len(live.tokens)
                 samples_B[row] = samples_S[live.slot] = is_final
+                more_k.append(int(wanted_S[live.slot]) if is_final else 0)
                 if is_final:
                     width_S[live.slot] = 1
                     table.last_S[live.slot] = live.max_len - 1
                     self._pages.set_room(live)
                     self._constraints.begin(live)
-                    draft_k = max(draft_k, int(wanted_S[live.slot]))
                     del self._requests.prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
             k_B = _extended(k_B, [0] * len(chunks))
+            draft_k_B = _extended(draft_k_B, more_k)
             query_len_B = _extended(query_len_B, [length for _, length in chunks])
             bound_B = _extended(bound_B, [live.num_launched for live, _ in chunks])
+        draft_k = int(draft_k_B.max(initial=0))
         plan = StepPlan(
             step=self.num_steps,
             k=max(k, draft_k),
             draft_k=draft_k,
+            draft_k_B=draft_k_B,
             uid_B=table.uid_S.take(slots),
             slot_B=slots.astype(np.int32),
             query_len_B=query_len_B,
@@ -294,7 +298,7 @@ class Scheduler:
         if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
-                    self._allocator.end(self._requests.owner(slot))
+                    self._allocator.end(self._requests.owner(slot), is_complete=True)
         self._allocator.lookups.commit(flight, result)
         if self.info.kv_window is not None:
             self._pages.free_behind_window(self._requests.running())
