@@ -1,6 +1,7 @@
 """The drafter's options: every key of --speculative-config, what it means, and what is refused.
 
-`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32. The tables
+`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32 and one of
+SGLang's relatives. The tables
 of docs/howto/speculation.md are made from them.
 """
 
@@ -89,6 +90,9 @@ NOT_SERVED: dict[str, NotServed] = {
         (False, True),
     ),
     "dspark_draft_topk": NotServed("a DSpark head drafts from its whole vocabulary; leave it out."),
+    "draft_sink_size": NotServed(
+        "a draft with draft_window_size sees its last positions and no sinks; leave it out.", (0,)
+    ),
     "target_model_config": _INTERNAL,
     "target_parallel_config": _INTERNAL,
     "draft_model_config": _INTERNAL,
@@ -128,6 +132,11 @@ class SpeculativeConfig:
     )
     max_model_len: int | None = opt(
         None, "longer requests go on without drafts; never more than the draft was made for"
+    )
+    draft_window_size: int | None = opt(
+        None,
+        "drafters that are models: the draft sees this many last positions, its own included, so "
+        "its time does not grow with the context; 1024 or more keeps most of the acceptance",
     )
     use_heterogeneous_vocab: bool = opt(
         False,
@@ -217,7 +226,12 @@ class SpeculativeConfig:
                 "eagle_aux_hidden_state_layer_ids lists the layers that an EAGLE-3 head reads; "
                 f'found {list(taps)} with method "{self.method}".'
             )
-        check_positive(max_model_len=self.max_model_len)
+        check_positive(max_model_len=self.max_model_len, draft_window_size=self.draft_window_size)
+        if self.draft_window_size is not None and self.method in ("ngram", "suffix"):
+            raise ConfigError(
+                f'draft_window_size is for drafters that are models; "{self.method}" looks drafts '
+                "up. Leave it out."
+            )
         self._check_lengths()
         self._check_vocabulary()
         self._check_synthetic()
