@@ -14,8 +14,6 @@ Shape letters: S slots, B rows of a step, K drafts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 
 from paceline.scheduler.inflight import Rows
@@ -140,12 +138,10 @@ class DraftLengths:
         if self.is_auto:
             self._set_auto(np.array([slot]))
 
-    def expected(self) -> list[float]:
-        """By slot: the drafter's drafts that a step accepts on average. Empty: no drafter."""
-        if not self.max_k:
-            return []
+    def expected(self) -> Floats:
+        """By slot: the drafter's drafts that a step accepts on average."""
         is_drafted_SK = np.arange(self.max_k) < self._k_S[:, None]
-        expected_S: list[float] = (self._survival.of(slice(-1)) * is_drafted_SK).sum(1).tolist()
+        expected_S: Floats = (self._survival.of(slice(-1)) * is_drafted_SK).sum(axis=1)
         return expected_S
 
     def proposed(self, k_S: Ints, slots: Rows) -> Ints:
@@ -177,7 +173,7 @@ class DraftLengths:
         return k_S
 
     def learn(
-        self, slots: Rows, k_B: Ints, result: StepResult, host_rows: Collection[int] = ()
+        self, slots: Rows, k_B: Ints, result: StepResult, host_rows: Rows | None = None
     ) -> None:
         """Count the drafts that a step verified and accepted. `host_rows` verified drafts of the
         host, which say nothing about the drafter."""
@@ -186,9 +182,9 @@ class DraftLengths:
         drafted_B, accepted_B = result.num_drafts_B, result.num_accepted_B
         if self._counts_missing:
             drafted_B = np.minimum(k_B, self.max_k)
-        if host_rows:
+        if host_rows is not None and len(host_rows):
             drafted_B, accepted_B = drafted_B.copy(), accepted_B.copy()
-            drafted_B[list(host_rows)] = accepted_B[list(host_rows)] = 0
+            drafted_B[host_rows] = accepted_B[host_rows] = 0
         self._survival.learn(slots, drafted_B, accepted_B)
         if result.step % DECIDE_EVERY:
             return

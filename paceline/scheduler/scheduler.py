@@ -5,7 +5,6 @@ Never sees a device or text. It reads no token of a step in flight, only bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -288,7 +287,7 @@ class Scheduler:
         if self._marks is not None:
             for slot, marks in self._marks.passed(flight, result):
                 self._pages.register_passed(self._requests.owner(slot), marks)
-        self._draft_lengths.learn(flight.slots, plan.k_B, result, taken.keys())
+        self._draft_lengths.learn(flight.slots, plan.k_B, result, taken)
         if self._draft_lengths.is_auto:
             slots = flight.slots[plan.samples_B & (flight.slots != table.num_slots)]
             kv_tokens = int(table.committed_S[slots].sum())
@@ -339,7 +338,7 @@ class Scheduler:
         """Masks of a plan with late rows; every earlier result has been committed."""
         flight = self.table.in_flight[0]
         assert flight.plan is plan, "masks before the previous commit"
-        return self._constraints.masks(plan, self.continuations.taken(flight))
+        return self._constraints.masks(plan, self.continuations.taken_tokens(flight))
 
     # ---- figures
 
@@ -389,15 +388,14 @@ class Scheduler:
         return count
 
 
-def _num_forced(taken: Mapping[int, Ints], flight: Flight, result: StepResult) -> Ints:
+def _num_forced(taken: Rows, flight: Flight, result: StepResult) -> Ints:
     """Forced tokens among the drafts that each row accepted."""
     forced_B: Ints = np.zeros(len(result.uid_B), np.int32)
-    if taken:
+    if len(taken) and any(flight.is_forced_R):
         host = flight.plan.host_drafts
         assert host is not None
-        for row, is_forced in zip(host.row_R.tolist(), flight.is_forced_R, strict=True):
-            if is_forced and row in taken:
-                forced_B[row] = result.num_accepted_B[row]
+        rows = np.intersect1d(host.row_R[flight.is_forced_R], taken)
+        forced_B[rows] = result.num_accepted_B[rows]
     return forced_B
 
 
