@@ -136,7 +136,7 @@ class SpeculativeConfig:
     draft_window_size: int | None = opt(
         None,
         "drafters that are models: the draft sees this many last positions, its own included, so "
-        "its time does not grow with the context; 1024 or more keeps most of the acceptance",
+        "its attention does not grow with the context",
     )
     use_heterogeneous_vocab: bool = opt(
         False,

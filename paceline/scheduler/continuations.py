@@ -6,7 +6,7 @@ They travel as host drafts of a plan. Verification decides: a wrong one costs ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,7 +77,8 @@ class Continuations:
         slot_R = offers.slot_R
         is_forced_R = self._is_forced_S[slot_R] & (self._end_S[slot_R] > offers.length_R)
         if is_forced_R.any():
-            offers = Offers(*(x[~is_forced_R] for x in offers))
+            free: list[Any] = [x[~is_forced_R] for x in offers]
+            offers = Offers(*free)
             slot_R = offers.slot_R
         self._token_SC[slot_R] = offers.token_RC
         self._length_S[slot_R], self._end_S[slot_R] = offers.length_R, offers.end_R
@@ -86,6 +87,9 @@ class Continuations:
 
     def drop(self, slot: int) -> None:
         self._end_S[slot] = 0
+
+    def drop_looked_up(self, slot_R: Rows) -> None:
+        self._end_S[slot_R[~self._is_forced_S[slot_R]]] = 0
 
     # ---- planning
 

@@ -89,7 +89,8 @@ class Lookups:
         self._limit_S = np.zeros(slots, np.int64)  # tokens that are likely
         self._length_S = np.zeros(slots, np.int64)  # of the match
         self._followed_S = np.zeros(slots, np.int64)  # tokens that came since, as it said
-        self._most_S = np.zeros(slots, np.int64)  # drafts of a step; 0: nothing is looked up
+        # Drafts of a step; 0: nothing is looked up. With the spare row: see SlotTable.
+        self._most_S = np.zeros(slots + 1, np.int64)
         if most := speculative.suffix_decoding_max_cached_requests:
             self._past = PastAnswers(most, PAST_BYTES, self._rules.width)
 
@@ -124,21 +125,23 @@ class Lookups:
         """The result is in the table, and requests that ended have left their slots."""
         if not self._rows:
             return
-        is_on_B = (flight.slots < self._table.num_slots) & (result.count_B > 0)
-        is_on_B[is_on_B] = self._most_S[flight.slots[is_on_B]] > 0
-        slot_R, count_R = flight.slots[is_on_B], result.count_B[is_on_B]
+        slot_R, count_R, token_RW = flight.slots, result.count_B, result.token_BW
+        is_on_R = (self._most_S.take(slot_R) > 0) & (count_R > 0)
+        if not is_on_R.all():
+            slot_R, count_R, token_RW = slot_R[is_on_R], count_R[is_on_R], token_RW[is_on_R]
         length_R = self._table.committed_S[slot_R].astype(np.int64)
-        is_right_R = self._compare(slot_R, count_R, result.token_BW[is_on_B])
+        is_right_R = self._compare(slot_R, count_R, token_RW)
         self._followed_S[slot_R] += count_R
         from_R = self._from_S[slot_R]
         # A match at the very end says nothing. Those in past answers are followed one by one.
         goes_on_R = is_right_R & (from_R >= 0) & (from_R + count_R < length_R)
         self._from_S[slot_R] = np.where(goes_on_R, from_R + count_R, -1)
-        room = INDEX_TOKENS
-        for r in (~goes_on_R).nonzero()[0].tolist():
-            slot = int(slot_R[r])
-            if not (is_right_R[r] and self._follow_past(slot)):
-                room = self._search(slot, int(length_R[r]), room)
+        if not goes_on_R.all():
+            ended_R = (~goes_on_R).nonzero()[0]
+            came = token_RW[ended_R].tolist()
+            rows = (slot_R[ended_R], count_R[ended_R], length_R[ended_R], is_right_R[ended_R])
+            self._guess_SC[rows[0]] = -1
+            self._search(came, *(x.tolist() for x in rows))
         self._copy_guesses(slot_R, length_R)
         self._offer(slot_R, length_R)
 
@@ -148,10 +151,13 @@ class Lookups:
         guess_RW, token_RW = self._guess_SC[slot_R, :width], token_RW[:, :width]
         is_guess_RW = (guess_RW >= 0) & (np.arange(width) < count_R[:, None])
         right_R = np.logical_and.accumulate(is_guess_RW & (guess_RW == token_RW), axis=1).sum(1)
-        tried_R = right_R + (right_R < is_guess_RW.sum(axis=1))
-        self._row_rates.add(slot_R, right_R, tried_R)
-        length_R = np.minimum(self._length_S[slot_R], LONGEST_RATED)
-        self._rates.add(length_R, right_R, tried_R)
+        at = is_guess_RW[:, 0].nonzero()[0]
+        if len(at):
+            right_M, slot_M = right_R[at], slot_R[at]
+            tried_M = right_M + (right_M < is_guess_RW[at].sum(axis=1))
+            self._row_rates.add(slot_M, right_M, tried_M)
+            length_M = np.minimum(self._length_S[slot_M], LONGEST_RATED)
+            self._rates.add(length_M, right_M, tried_M)
         if self._past is not None:
             for slot in slot_R[right_R > 0].tolist():
                 if (match := self._rows[slot].past) is not None:
@@ -159,33 +165,51 @@ class Lookups:
         all_right_R: Bools = right_R == count_R
         return all_right_R
 
-    def _search(self, slot: int, length: int, room: int) -> int:
-        """Find what should follow. Returns the tokens that may still be indexed in this commit."""
-        row, text = self._rows[slot], self._rows[slot].text
-        end = min(len(text) + room, length)
-        room -= end - len(text)
-        text.extend(self._table.tokens_SL[slot, len(text) : end].tolist())
-        match = self._find(text) if end == length else None  # else its prompt is not indexed yet
-        self._followed_S[slot], self._guess_SC[slot], row.past = 0, -1, None
-        if match is not None:
-            self._length_S[slot] = match.length
-            is_limited = match.likely < int(match.length * self._rules.factor)
-            self._limit_S[slot] = match.likely if is_limited else self._guess_SC.shape[1]
-            if match.text is text:
-                self._from_S[slot] = match.at
+    def _search(
+        self,
+        came: list[list[int]],
+        slots: list[int],
+        counts: list[int],
+        lengths: list[int],
+        is_right: list[bool],
+    ) -> None:
+        """Find what should follow the new tokens, of which each row has the first `counts`."""
+        room = INDEX_TOKENS
+        rows = zip(slots, came, counts, lengths, is_right, strict=True)
+        for slot, tokens, count, length, was_right in rows:
+            row = self._rows[slot]
+            if was_right and row.past is not None and self._guess_past(slot, row.past):
+                continue
+            text, row.past = row.text, None
+            if len(text.tokens) == length - count:
+                text.extend(tokens[:count])
             else:
-                row.past = match
-                self._guess_past(slot, match, int(self._limit_S[slot]))
-        return room
+                end = min(len(text.tokens) + room, length)
+                room -= end - len(text.tokens)
+                text.extend(self._table.tokens_SL[slot, len(text.tokens) : end].tolist())
+                if end < length:
+                    continue  # its prompt is not indexed yet
+            if text.ends_as_before or self._past is not None:
+                self._found(slot, row, self._find(text))
 
-    def _follow_past(self, slot: int) -> bool:
-        """What came was right. Whether it was a match in past answers, and there is more of it."""
-        match = self._rows[slot].past
-        return match is not None and self._guess_past(slot, match, self._guess_SC.shape[1])
+    def _found(self, slot: int, row: _Row, match: Match | None) -> None:
+        if match is None:
+            return
+        self._length_S[slot] = match.length
+        is_limited = match.likely < int(match.length * self._rules.factor)
+        self._limit_S[slot] = match.likely if is_limited else self._guess_SC.shape[1]
+        self._followed_S[slot] = 0
+        if match.text is row.text:
+            self._from_S[slot] = match.at
+        else:
+            row.past = match
+            self._guess_past(slot, match)
 
-    def _guess_past(self, slot: int, match: Match, most: int) -> bool:
-        tokens = match.tokens(int(self._followed_S[slot]), min(most, self._guess_SC.shape[1]))
-        self._guess_SC[slot] = -1
+    def _guess_past(self, slot: int, match: Match) -> bool:
+        """Guess what a past answer goes on with. False: it is over."""
+        followed, most = int(self._followed_S[slot]), self._guess_SC.shape[1]
+        most = most if followed else min(most, int(self._limit_S[slot]))
+        tokens = match.tokens(followed, most)
         self._guess_SC[slot, : len(tokens)] = tokens
         return bool(tokens)
 
@@ -216,6 +240,11 @@ class Lookups:
     def _offer(self, slot_R: Rows, length_R: Longs) -> None:
         """Decide how much of the continuations a step may verify. The drafter is expected to have
         `expected_R` drafts accepted instead."""
+        has_R = self._guess_SC[slot_R, 0] >= 0
+        without = slot_R[~has_R]
+        self._continuations.drop_looked_up(without)
+        self._draft_lengths.is_sure_S[without] = False
+        slot_R, length_R = slot_R[has_R], length_R[has_R]
         guess_RC = self._guess_SC[slot_R]
         num_R = (guess_RC >= 0).sum(axis=1)
         rate_R = self._rate(slot_R)
@@ -224,9 +253,9 @@ class Lookups:
         most_R = np.minimum(most_R, self._most_S[slot_R])
         if self._is_adaptive:
             most_R = np.minimum(most_R, (_LOG_WORTH / np.log(rate_R)).astype(np.int64))
-        expected_R = self._draft_lengths.expected()[slot_R]
+        expected_R = self._draft_lengths.expected()[slot_R].astype(np.float64)
         least_R = least_drafts(rate_R, expected_R)
-        is_offered_R = (num_R > 0) & (least_R > 0) & (least_R <= most_R)
+        is_offered_R = (least_R > 0) & (least_R <= most_R)
         is_sure_R = is_offered_R & (rate_R >= SURE) & (most_R > expected_R)
         is_sure_R &= num_R == guess_RC.shape[1]
         end_R = np.where(is_offered_R, length_R + num_R, 0)

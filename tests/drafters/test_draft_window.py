@@ -23,7 +23,7 @@ WINDOW = 9
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_a_head_sees_the_window_and_no_more(workshop: Workshop, is_fixed: bool) -> None:
     spec = head(workshop, "eagle", 3, draft_window_size=WINDOW)
-    options = {"max_num_batched_tokens": 27, "block_size": 4, "is_fixed": is_fixed}
+    options: dict[str, Any] = {"max_num_batched_tokens": 27, "block_size": 4, "is_fixed": is_fixed}
     plain = workshop.head("llama", "eagle")
     target: Any = workshop.target("llama")
     with recorded(workshop, spec, **options) as seen:
@@ -41,7 +41,7 @@ def test_a_block_drafter_sees_the_window_and_no_more(
 ) -> None:
     whole = random_block(workshop.target("llama"), kinds=[(0, False), (0, False)], draft_vocab=70)
     spec = saved(tmp_path, whole, 5) | {"draft_window_size": WINDOW}
-    options = {"max_num_batched_tokens": 27, "block_size": 4, "is_fixed": is_fixed}
+    options: dict[str, Any] = {"max_num_batched_tokens": 27, "block_size": 4, "is_fixed": is_fixed}
     with recorded(workshop, spec, **options) as seen:
         seen.run([request(i, p, max_tokens=8) for i, p in enumerate(PROMPTS)])
         kinds = [(WINDOW, False), (WINDOW, False)]
@@ -60,7 +60,7 @@ def test_no_token_changes(workshop: Workshop, drafter: str) -> None:
 def test_pages_go_when_they_are_behind_both_windows(workshop: Workshop) -> None:
     folder = workshop.head_folder("mixtral-window", "eagle")
     spec = {**head(workshop, "eagle", 3), "model": folder}
-    options = {"model": workshop.target_folder("mixtral-window")}
+    options: dict[str, Any] = {"model": workshop.target_folder("mixtral-window")}
     with recorded(workshop, spec, **options) as seen:
         assert seen.runner.info.kv_window is None  # the head reads all positions
     with recorded(workshop, {**spec, "draft_window_size": 40}, **options) as seen:

@@ -89,7 +89,7 @@ def test_pages_of_an_aborted_request_end_before_what_was_put_off(
 def test_preempted_requests_draft_as_if_nothing_had_happened(workshop: Workshop, kind: str) -> None:
     prompts = [LONG[start : start + 50] for start in (0, 50, 100)]
     requests = [request(i, p, ignore_eos=True, max_tokens=50) for i, p in enumerate(prompts)]
-    options = {"num_gpu_blocks_override": 33, "block_size": 4, "max_model_len": 128}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 33, "block_size": 4, "max_model_len": 128}
     spec = head(workshop, kind, 3, **ALONE_ONLY)
     with recorded(workshop, spec, max_num_seqs=2, **options) as seen:
         seen.run(requests)
