@@ -1,15 +1,14 @@
 """The drafter's options: every key of --speculative-config, what it means, and what is refused.
 
-`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32 and one of
-SGLang's relatives. The tables
-of docs/howto/speculation.md are made from them.
+`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32 and
+`draft_sink_size`. docs/write_reference.py makes the tables of docs/howto/speculation.md from them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -497,17 +496,3 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         raise ConfigError(f"{where} must be a JSON object or none, got {text!r}.")
     return value
-
-
-def documented_rows() -> Iterator[str]:
-    """The rows of the docs' tables: keys that are served, methods and keys that are not."""
-    for field in fields(SpeculativeConfig):
-        if "help" in field.metadata:
-            is_empty = field.default in (MISSING, None)
-            default = "" if is_empty else f"`{json.dumps(field.default)}`"
-            yield f"| `{field.name}` | {default} | {field.metadata['help']} |"
-    for name, advice in METHODS_NOT_SERVED.items():
-        yield f"| `{name}` | {advice} |"
-    for name, (advice, neutral) in NOT_SERVED.items():
-        accepted = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
-        yield f"| `{name}` | {accepted} | {advice} |"

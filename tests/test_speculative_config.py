@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from docs.write_reference import documented_rows
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runner.load_models import forced_rates
@@ -18,7 +19,6 @@ from paceline.speculation import (
     NOT_SERVED,
     OLD_MTP_METHODS,
     SpeculativeConfig,
-    documented_rows,
     parse_speculative_config,
 )
 from tests.architecture.source_tree import ROOT
