@@ -27,8 +27,7 @@ from bench.model_configs import CONFIGS, write_configs
 from paceline import LLM, SamplingParams
 
 CHANCES = (0.9, 0.6, 0.2)
-FIXED = (1, 3, 5, 7)
-MOST = FIXED[-1]
+MOST = 7
 # A model that a CPU steps in a few milliseconds, with the proportions of a large one: a head is a
 # small part of it.
 _SMALL = {"vocab_size": 8192, "num_hidden_layers": 12}
@@ -82,21 +81,27 @@ class Engines:
 
     def speed(self, variant: str, seed: int) -> float:
         """Tokens per second of a round, in which each class has the same number of requests."""
-        count = len(CHANCES) * max(2, self._rows // 2)
+        count = len(CHANCES) * max(4, self._rows)  # slots are empty only in the last few steps
         rng = np.random.default_rng(seed)
         prompts = [{"prompt_token_ids": rng.integers(3, 8000, 16).tolist()} for _ in range(count)]
         k = int(variant) if variant.isdigit() else None
-        params = [self._params(CHANCES[i % len(CHANCES)], variant, k, i) for i in range(count)]
+        # Of different lengths: equal ones would end together without drafts and only then.
+        lengths = rng.integers(self._tokens // 2, 2 * self._tokens, count).tolist()
+        params = [
+            self._params(CHANCES[i % len(CHANCES)], variant, k, i, lengths[i]) for i in range(count)
+        ]
         llm = self._llms["fixed" if k is not None else variant]
         begin_s = self._clock()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = self._clock() - begin_s
         return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
 
-    def _params(self, chance: float, variant: str, k: int | None, seed: int) -> SamplingParams:
+    def _params(
+        self, chance: float, variant: str, k: int | None, seed: int, length: int
+    ) -> SamplingParams:
         own = None if variant == "none" else {"synthetic_acceptance_rates": rates_of(chance)}
         return SamplingParams(
-            max_tokens=self._tokens,
+            max_tokens=length,
             ignore_eos=True,
             temperature=0.0,
             seed=seed,
@@ -107,7 +112,7 @@ class Engines:
 
 
 def measure(folder: Path, rows: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    variants = ("none", *map(str, FIXED), "auto")
+    variants = ("none", *map(str, args.ks), "auto")
     engines = Engines(folder, rows, args)
     try:
         for variant in (*variants, "auto"):  # warm up; `auto` measures what steps cost
@@ -126,9 +131,9 @@ def against(speeds: Mapping[str, Sequence[float]], name: str, other: str) -> flo
     return median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
 
 
-def row_of(rows: int, speeds: Mapping[str, Sequence[float]]) -> str:
-    fixed = [against(speeds, str(k), "none") for k in FIXED]
-    best = str(FIXED[int(np.argmax(fixed))])
+def row_of(rows: int, speeds: Mapping[str, Sequence[float]], ks: Sequence[int]) -> str:
+    fixed = [against(speeds, str(k), "none") for k in ks]
+    best = str(ks[int(np.argmax(fixed))])
     auto = against(speeds, "auto", "none")
     cells = [*(f"{x:.2f}" for x in fixed), f"**{auto:.2f}**"]
     return f"| {rows} | {' | '.join(cells)} | {against(speeds, 'auto', best):.2f} (K = {best}) |"
@@ -140,10 +145,14 @@ def main() -> None:
     parser.add_argument("--model", default="small")
     parser.add_argument("--head", default="small-eagle")
     parser.add_argument("--rows", default="1,4,16")
+    parser.add_argument("--ks", default="0,1,3,5,7", help="fixed K; 0: a head that drafts nothing")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="of a request; half as many to twice as many"
+    )
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
+    args.ks = [int(k) for k in args.ks.split(",")]
     results: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -151,12 +160,12 @@ def main() -> None:
         for model, config in SMALL.items():
             (folder / model).mkdir()
             (folder / model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        titles = [f"K = {k}" for k in FIXED]
+        titles = [f"K = {k}" for k in args.ks]
         print(f"| requests | {' | '.join(titles)} | auto | auto against the best K |")
-        print("|---|" + "---|" * (len(FIXED) + 2))
+        print("|---|" + "---|" * (len(args.ks) + 2))
         for rows in map(int, args.rows.split(",")):
             results[str(rows)] = measure(folder, rows, args)
-            print(row_of(rows, results[str(rows)]), flush=True)
+            print(row_of(rows, results[str(rows)], args.ks), flush=True)
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

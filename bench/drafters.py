@@ -1,4 +1,4 @@
-"""Drafters that need no second model, on the default model and this CPU: tokens per step, speed.
+"""Drafters on the default model and this CPU, without or with a head: tokens per step, speed.
 
 Engines take turns, one kind of prompts after the other, so that a slow period of the machine
 affects all. Speed is relative to the engine without a drafter in the same round: by the clock, and
@@ -25,17 +25,21 @@ KINDS = {"edit": 0.0, "code": 0.0, "math": 0.0, "writing": 0.8}  # temperature
 PAST = {"suffix_decoding_max_cached_requests": 100}
 
 
-def drafters(k: int) -> dict[str, dict[str, Any] | None]:
+def drafters(k: int, head: str | None = None) -> dict[str, dict[str, Any] | None]:
     def spec(method: Any, **more: Any) -> dict[str, Any]:
         return {"method": method, "num_speculative_tokens": k, **more}
 
-    return {
+    found = {
         "none": None,
         "ngram": spec("ngram"),
         "suffix": spec("suffix"),
         "ngram + suffix": spec(["ngram", "suffix"]),
         "suffix, past answers": spec("suffix", **PAST),
     }
+    if head is not None:
+        found["eagle"] = spec("eagle", model=head)
+        found["suffix + eagle"] = spec(["suffix", "eagle"], model=head)
+    return found
 
 
 @dataclass
@@ -49,13 +53,15 @@ class Figures:
     num_accepted: int = 0
 
 
-def prompts(count: int) -> dict[str, list[Any]]:
+def prompts(count: int, half: str = "both") -> dict[str, list[Any]]:
+    """`half`: "tune" are the even ones of each kind, "test" the odd ones."""
     found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     for name in ("edit_and_quote.jsonl", "drafters_24.jsonl"):
         for line in (DATA / name).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             found["edit" if name.startswith("edit") else entry["kind"]].append(entry["messages"])
-    return {kind: messages[:count] for kind, messages in found.items()}
+    part = {"both": slice(None), "tune": slice(0, None, 2), "test": slice(1, None, 2)}[half]
+    return {kind: messages[part][:count] for kind, messages in found.items()}
 
 
 def ask(
@@ -76,12 +82,13 @@ def ask(
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Figures]]:
     """By kind of prompts, then by drafter."""
-    specs = {name: spec for name, spec in drafters(args.k).items() if name in args.drafters}
+    known = drafters(args.k, args.head)
+    specs = {name: spec for name, spec in known.items() if name in args.drafters}
     llms = {
         name: LLM(speculative_config=spec, cpu_threads=args.threads, engine_in_process=True)
         for name, spec in specs.items()
     }
-    asked = prompts(args.prompts)
+    asked = prompts(args.prompts, args.half)
     found = {kind: {name: Figures() for name in llms} for kind in asked}
     for number in range(-1, args.rounds):  # the first one warms up
         for kind, messages in asked.items():
@@ -129,7 +136,9 @@ def rows(found: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--drafters", nargs="+", default=list(drafters(1)), metavar="NAME")
+    parser.add_argument("--drafters", nargs="+", metavar="NAME", help="all, unless given")
+    parser.add_argument("--head", help="an EAGLE head: alone, and in a chain (bench/train_head.py)")
+    parser.add_argument("--half", default="both", choices=["both", "tune", "test"], help="prompts")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
@@ -138,9 +147,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    if unknown := sorted(set(args.drafters) - drafters(1).keys()):
-        parser.error(f"unknown drafter {unknown[0]!r}; use {', '.join(drafters(1))}")
-    args.drafters = list(dict.fromkeys(["none", *args.drafters]))
+    known = drafters(1, args.head)
+    if unknown := sorted(set(args.drafters or ()) - known.keys()):
+        parser.error(f"unknown drafter {unknown[0]!r}; use {', '.join(known)}")
+    args.drafters = list(dict.fromkeys(["none", *(args.drafters or known)]))
     table = rows(measure(args))
     print("| prompts | drafter | tokens per step | accepted | speed | by CPU time |")
     print("|---|---|---|---|---|---|")

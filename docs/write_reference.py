@@ -6,7 +6,9 @@ Never edited by hand; a test compares the files with what this writes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from docs.python_reference import python_api
@@ -23,6 +25,7 @@ from paceline.server.params import MAX_TABLE_ENTRIES
 from paceline.server.requests import WITHOUT_EFFECT, ChatRequest, CompletionRequest, GenerateFields
 from paceline.server.responses_types import ResponsesRequest
 from paceline.server.tokens import MAX_TOKENIZE_CHARS
+from paceline.speculation import METHODS_NOT_SERVED, NOT_SERVED, SpeculativeConfig
 
 FOLDER = Path(__file__).parent / "reference"
 KEYS = """
@@ -196,6 +199,21 @@ def _name(action: argparse.Action) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("%%", "%")
+
+
+def documented_rows() -> Iterator[str]:
+    """The rows of the tables in docs/howto/speculation.md: keys that are served, methods and keys
+    that are not."""
+    for field in fields(SpeculativeConfig):
+        if "help" in field.metadata:
+            is_empty = field.default in (MISSING, None)
+            default = "" if is_empty else f"`{json.dumps(field.default)}`"
+            yield f"| `{field.name}` | {default} | {field.metadata['help']} |"
+    for name, advice in METHODS_NOT_SERVED.items():
+        yield f"| `{name}` | {advice} |"
+    for name, (advice, neutral) in NOT_SERVED.items():
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
+        yield f"| `{name}` | {accepted} | {advice} |"
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The drafter's options: every key of --speculative-config, what it means, and what is refused.
 
-`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32. The tables
-of docs/howto/speculation.md are made from them.
+`SpeculativeConfig` has the keys that are served, NOT_SERVED the other keys of vLLM 0.32 and
+`draft_sink_size`. docs/write_reference.py makes the tables of docs/howto/speculation.md from them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +89,9 @@ NOT_SERVED: dict[str, NotServed] = {
         (False, True),
     ),
     "dspark_draft_topk": NotServed("a DSpark head drafts from its whole vocabulary; leave it out."),
+    "draft_sink_size": NotServed(
+        "a draft with draft_window_size sees its last positions and no sinks; leave it out.", (0,)
+    ),
     "target_model_config": _INTERNAL,
     "target_parallel_config": _INTERNAL,
     "draft_model_config": _INTERNAL,
@@ -128,6 +131,11 @@ class SpeculativeConfig:
     )
     max_model_len: int | None = opt(
         None, "longer requests go on without drafts; never more than the draft was made for"
+    )
+    draft_window_size: int | None = opt(
+        None,
+        "drafters that are models: the draft sees this many last positions, its own included, so "
+        "its attention does not grow with the context",
     )
     use_heterogeneous_vocab: bool = opt(
         False,
@@ -217,7 +225,12 @@ class SpeculativeConfig:
                 "eagle_aux_hidden_state_layer_ids lists the layers that an EAGLE-3 head reads; "
                 f'found {list(taps)} with method "{self.method}".'
             )
-        check_positive(max_model_len=self.max_model_len)
+        check_positive(max_model_len=self.max_model_len, draft_window_size=self.draft_window_size)
+        if self.draft_window_size is not None and self.method in ("ngram", "suffix"):
+            raise ConfigError(
+                f'draft_window_size is for drafters that are models; "{self.method}" looks drafts '
+                "up. Leave it out."
+            )
         self._check_lengths()
         self._check_vocabulary()
         self._check_synthetic()
@@ -483,17 +496,3 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         raise ConfigError(f"{where} must be a JSON object or none, got {text!r}.")
     return value
-
-
-def documented_rows() -> Iterator[str]:
-    """The rows of the docs' tables: keys that are served, methods and keys that are not."""
-    for field in fields(SpeculativeConfig):
-        if "help" in field.metadata:
-            is_empty = field.default in (MISSING, None)
-            default = "" if is_empty else f"`{json.dumps(field.default)}`"
-            yield f"| `{field.name}` | {default} | {field.metadata['help']} |"
-    for name, advice in METHODS_NOT_SERVED.items():
-        yield f"| `{name}` | {advice} |"
-    for name, (advice, neutral) in NOT_SERVED.items():
-        accepted = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
-        yield f"| `{name}` | {accepted} | {advice} |"

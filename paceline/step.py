@@ -166,6 +166,8 @@ class StepPlan:
     host_drafts: HostDrafts | None = None
     # Drafts that the drafter proposes for each sampling row, if it can make that many; None: k.
     draft_k: int | None = None
+    # The same by row, for devices without fixed shapes; None: draft_k for each.
+    draft_k_B: Ints | None = None
     marks: SnapshotMarks | None = None  # None: the step takes no snapshot
     agreed: StepSize | None = None  # the common size of all replicas in lock step
     # A device may read this number while it computes. If it is not 0, all requests of the step were
@@ -298,6 +300,9 @@ class RunnerInfo:
     draft_max_len: int | None = None  # tokens of a request from which on it gets no drafts
     # The drafter reads the target's features: a position's KV also depends on the next token.
     draft_reads_features: bool = False
+    # Positions before the newest token that the drafter may compute in a later step. In rows that
+    # the device ends it has computed all.
+    max_late_drafter_rows: int = 0
     # Last positions, the present one included, that any layer may read; None: all.
     kv_window: int | None = None
     # Some layers have a recurrent state: a prefix hit needs a snapshot of exactly its length.

@@ -119,7 +119,9 @@ class PlainEagle:
         q, k = self._rotated(q), self._rotated(k).repeat_interleave(group, -2)
         v = v.unflatten(-1, (kv_heads, -1)).repeat_interleave(group, -2)
         scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+        distance = torch.arange(count)[:, None] - torch.arange(count)
+        window = self.config.get("sliding_window") or count
+        scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
         out = torch.einsum("...hqk,...khd->...qhd", scores.softmax(-1), v)
         return out.flatten(-2) @ self.weights[f"{at}o_proj.weight"].T
 

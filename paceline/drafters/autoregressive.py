@@ -82,30 +82,30 @@ class AutoregressiveDrafter:
     def propose(self, step: DraftStep) -> None:
         head, is_shifted, group_size = self.head, self.head.is_shifted, self.head.group_size
         batch = step.shifted(group_size) if is_shifted else step.own(group_size)
-        if not len(batch.inputs.token_T) and not step.is_joint:
+        if batch is None or not (len(batch.inputs.token_T) or step.is_joint):
             return
         hidden_TD = head.first(batch, step.feature_TD)
         if not step.k or not (len(step.slot_B) or step.is_joint):
             return  # the first pass still ran, so that the head's KV has no gaps
-        hidden_BD = batch.of_rows(hidden_TD)
-        drafts: list[Tensor] = []
+        hidden_BD, slot_B = batch.of_rows(hidden_TD), step.slot_B
+        draft_BK = slot_B.new_full((len(slot_B), step.k), -1, dtype=torch.int32)
         is_drawn = self.sample_method != "greedy"
         for j in range(step.k):
+            count = step.num_drafting(j)
             if j:
-                inputs = step.next(j, drafts[-1], group_size, is_shifted=is_shifted)
-                hidden_BD = head.next(inputs, hidden_BD)
-            drafts.append(
-                propose_tokens(
-                    head.logits(hidden_BD),
-                    step.slot_B,
-                    step.position_B(j) if is_drawn else None,
-                    j,
-                    step.slots,
-                    draft_to_target_ids=head.draft_to_target_ids,
-                    vocab=head.vocab,
-                )
+                token_B = draft_BK[:count, j - 1]
+                inputs = step.next(j, token_B, group_size, is_shifted=is_shifted)
+                hidden_BD = head.next(inputs, hidden_BD[:count])
+            draft_BK[:count, j] = propose_tokens(
+                head.logits(hidden_BD),
+                slot_B[:count],
+                step.position_B(j) if is_drawn else None,
+                j,
+                step.slots,
+                draft_to_target_ids=head.draft_to_target_ids,
+                vocab=head.vocab,
             )
-        step.store(torch.stack(drafts, dim=1), is_onehot=not self.is_probabilistic)
+        step.store(draft_BK, is_onehot=not self.is_probabilistic)
 
 
 @dataclass(slots=True)

@@ -23,9 +23,12 @@ class DraftPass:
     last_B: Tensor  # the entry from whose output the first draft of each row is made
     # The target's entry that each entry of this pass belongs to; None: all of them, in order.
     target_T: Tensor | None = None
+    feature_TD: Tensor | None = None  # of all entries, if earlier steps left some of them
 
     def of_target(self, feature_TD: Tensor) -> Tensor:
         """The target's features at the entries of this pass."""
+        if self.feature_TD is not None:
+            return self.feature_TD
         return feature_TD if self.target_T is None else feature_TD.index_select(0, self.target_T)
 
     def of_rows(self, hidden_TD: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ class DraftStep(Protocol):
     """The step as a drafter sees it, after its tokens were committed. `end` is a row's length.
 
     Nothing here waits for the device: the host knows shapes and `k`, not values. Rows that sampled
-    draft; on the CPU, where it is known, only those that are not done. Rows that ended in this step
+    draft; on the CPU only those that are not done and want drafts. Rows that ended in this step
     are still in the first pass, because the prefix cache may keep their pages. `group_size` is
     the number of the drafter's query heads per KV head.
     """
@@ -59,22 +62,28 @@ class DraftStep(Protocol):
     def slot_B(self) -> Tensor:
         """The slots that draft."""
 
+    def num_drafting(self, j: int) -> int:
+        """Rows that get a draft j: the first ones of `slot_B`."""
+
     @property
     def feature_TD(self) -> Tensor:
         """The target's features: hidden states after its final norm, or `Drafter.tap_ids`."""
 
-    def shifted(self, group_size: int) -> DraftPass:
+    def shifted(self, group_size: int) -> DraftPass | None:
         """The target's rows, each token replaced by the one after it, positions as they were.
+        None: a later step computes them.
 
         The token after a non-final chunk is the next prompt token; in other rows it is the last
         committed token. The batch may hold entries of rejected drafts, whose outputs are not used.
         """
 
-    def own(self, group_size: int) -> DraftPass:
-        """A draft model's rows: a prompt chunk and the sampled token, or the last two tokens."""
+    def own(self, group_size: int) -> DraftPass | None:
+        """A draft model's rows: a prompt chunk and the sampled token, or the last two tokens.
+        None: a later step computes them."""
 
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
-        """One entry per drafting row: draft j - 1, at position end - 1 + j, or one less if shifted.
+        """One entry per row that gets a draft j: draft j - 1, at position end - 1 + j, or one less
+        if shifted.
 
         Entries past max_model_len write no KV, and their drafts are not stored.
         """
@@ -87,10 +96,11 @@ class DraftStep(Protocol):
         """
 
     def position_B(self, j: int) -> Tensor:
-        """The position of draft j in the sequence."""
+        """The position of draft j in the sequence, for the rows that get one."""
 
     def store(self, draft_BK: Tensor, *, is_onehot: bool) -> None:
-        """Store the drafts of these slots. Cells past the width or past max_model_len become -1."""
+        """Store the drafts of these slots. Cells past the width, past max_model_len or, on the CPU,
+        past what the row wants become -1."""
 
 
 class Drafter(Protocol):

@@ -76,19 +76,21 @@ class BlockDrafter:
         slot_B = step.slot_B.long()
         newest_B = (step.position_B(0) - 1).clamp(min=0).long()
         previous_B = slots.tokens_SL[slot_B, newest_B]
-        drafts: list[Tensor] = []
+        draft_BK = slot_B.new_full((len(slot_B), step.k), -1, dtype=torch.int32)
         for j in range(step.k):
-            logits_BV = logits_BKV[:, j].contiguous()
+            count = step.num_drafting(j)
+            logits_BV = logits_BKV[:count, j].contiguous()
             if chain is not None:
-                logits_BV = chain(logits_BV, hidden_BKD[:, j].contiguous(), previous_B)
+                hidden_BD = hidden_BKD[:count, j].contiguous()
+                logits_BV = chain(logits_BV, hidden_BD, previous_B[:count])
             previous_B = propose_tokens(
                 logits_BV,
-                step.slot_B,
+                step.slot_B[:count],
                 step.position_B(j) if is_drawn else None,
                 j,
                 slots,
                 draft_to_target_ids=model.draft_to_target_ids,
                 vocab=model.vocab if chain is None else chain.vocab,
             )
-            drafts.append(previous_B)
-        return torch.stack(drafts, dim=1)
+            draft_BK[:count, j] = previous_B
+        return draft_BK

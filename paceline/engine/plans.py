@@ -28,7 +28,7 @@ _STEP_SIZE = struct.Struct("<9i")
 # slot, prompt_len, num_cached, max_len, snapshot, tokens, pages, request bytes
 _INIT = struct.Struct("<8i")
 _HOST_SIZE = struct.Struct("<2i")  # continuations, the longest of them
-_LATE, _AGREED, _MARKS, _HOST_DRAFTS = 1, 2, 4, 8
+_LATE, _AGREED, _MARKS, _HOST_DRAFTS, _DRAFT_K = 1, 2, 4, 8, 16
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -36,6 +36,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     num_appends = 0 if appends is None else len(appends.slot)
     flags = _LATE * (plan.late_B is not None) | _AGREED * (agreed is not None)
     flags |= _MARKS * (plan.marks is not None) | _HOST_DRAFTS * (plan.host_drafts is not None)
+    flags |= _DRAFT_K * (plan.draft_k_B is not None)
     draft_k = -1 if plan.draft_k is None else plan.draft_k
     parts = [
         _HEAD.pack(plan.step, plan.k, draft_k, rows, len(plan.admissions), num_appends, flags),
@@ -45,6 +46,8 @@ def encode_plan(plan: StepPlan) -> bytes:
     ]
     if plan.late_B is not None:
         parts.append(plan.late_B.tobytes())
+    if plan.draft_k_B is not None:
+        parts.append(_ints(plan.draft_k_B))
     if agreed is not None:
         parts.append(_STEP_SIZE.pack(*agreed.packed()))
     if appends is not None:
@@ -64,6 +67,7 @@ def decode_plan(data: bytes) -> StepPlan:
     slot_B, query_len_B, k_B, bound_B = (read.array(np.int32, rows) for _ in range(4))
     samples_B = read.array(np.bool_, rows)
     late_B = read.array(np.bool_, rows) if flags & _LATE else None
+    draft_k_B = read.array(np.int32, rows) if flags & _DRAFT_K else None
     agreed = StepSize.unpacked(read.struct(_STEP_SIZE)) if flags & _AGREED else None
     appends = None
     if num_appends:
@@ -87,6 +91,7 @@ def decode_plan(data: bytes) -> StepPlan:
         late_B=late_B,
         host_drafts=host_drafts,
         draft_k=None if draft_k < 0 else draft_k,
+        draft_k_B=draft_k_B,
         marks=marks,
         agreed=agreed,
     )

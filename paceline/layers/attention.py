@@ -95,6 +95,11 @@ class Attention(Protocol):
         wanted: WantedEntries | None = None,
     ) -> Tensor: ...
 
+    def store(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> None:
+        """Write KV only: no result is read."""
+
     @property
     def nbytes(self) -> int: ...
 
@@ -143,17 +148,28 @@ class GroupedAttention:
         wanted: WantedEntries | None = None,
     ) -> Tensor:
         """Everything between the two projections."""
-        assert isinstance(storage, LayerPages)
-        key, value, batch = storage.key_NSH, storage.value_NSH, inputs.attention
-        gate = self.gate
-        qkv_TD = product_TD if gate is None else gate.qkv(product_TD)
-        self.kernels.place_heads(
-            qkv_TD, rotation_TH, self.head_norms, key, value, inputs.page_slot_T
-        )
+        key, value = self._place(product_TD, rotation_TH, inputs, storage)
+        batch, gate = inputs.attention, self.gate
         if wanted is not None:
             product_TD, batch = product_TD.index_select(0, wanted.entry_N), wanted.attention
         out_TD = self.kernels.paged_attention(product_TD, key, value, batch, self.scale)
         return out_TD if gate is None else gate(out_TD, product_TD)
+
+    def store(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> None:
+        self._place(self.qkv(x_TD), rotation_TH, inputs, storage)
+
+    def _place(
+        self, product_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys, write KV. Returns the pages."""
+        assert isinstance(storage, LayerPages)
+        caches = (storage.key_NSH, storage.value_NSH)
+        qkv_TD = product_TD if self.gate is None else self.gate.qkv(product_TD)
+        places = (*caches, inputs.page_slot_T)
+        self.kernels.place_heads(qkv_TD, rotation_TH, self.head_norms, *places)
+        return caches
 
     @property
     def nbytes(self) -> int:

@@ -69,6 +69,11 @@ class GatedDeltaNet:
             out_TV, gate_TV = (x.index_select(0, wanted.entry_N) for x in (out_TV, gate_TV))
         return self.norm(out_TV, gate_TV)
 
+    def store(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> None:
+        raise AssertionError("a recurrent layer has no KV")
+
     @property
     def nbytes(self) -> int:
         return self.input.nbytes + self.output.nbytes

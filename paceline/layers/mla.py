@@ -53,9 +53,30 @@ class LatentAttention:
         storage: LayerStorage,
         wanted: WantedEntries | None = None,
     ) -> Tensor:
-        assert isinstance(storage, LayerPages)
         num_heads, latent_size, value_size = self.value_NLV.shape
-        key_NSH, batch = storage.key_NSH, inputs.attention
+        query_TNH, rows_TNH, key_NSH = self._place(x_TD, rotation_TH, inputs, storage)
+        batch = inputs.attention
+        if wanted is not None:
+            query_TNH, rows_TNH = (x.index_select(0, wanted.entry_N) for x in (query_TNH, rows_TNH))
+            batch = wanted.attention
+        nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
+        torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
+        seen_TNL = self.kernels.mla_attention(rows_TNH, key_NSH, batch, self.scale, latent_size)
+        value_TNV = query_TNH.new_empty(len(query_TNH), num_heads, value_size)
+        torch.bmm(seen_TNL.transpose(0, 1), self.value_NLV, out=value_TNV.transpose(0, 1))
+        return self.o(value_TNV.flatten(1))
+
+    def store(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> None:
+        self._place(x_TD, rotation_TH, inputs, storage)
+
+    def _place(
+        self, x_TD: Tensor, rotation_TH: Tensor, inputs: ForwardInputs, storage: LayerStorage
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write latents. Returns the queries, rows with their rotated part, and the pages."""
+        assert isinstance(storage, LayerPages)
+        num_heads, key_NSH = len(self.value_NLV), storage.key_NSH
         row_size = key_NSH.shape[-1]
         down_TD = self.down(x_TD)
         query_TD, kv_TH = down_TD.split((down_TD.shape[1] - row_size, row_size), dim=1)
@@ -67,15 +88,7 @@ class LatentAttention:
         self.kernels.place_latent(
             query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, key_NSH, inputs.page_slot_T
         )
-        if wanted is not None:
-            query_TNH, rows_TNH = (x.index_select(0, wanted.entry_N) for x in (query_TNH, rows_TNH))
-            batch = wanted.attention
-        nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
-        torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
-        seen_TNL = self.kernels.mla_attention(rows_TNH, key_NSH, batch, self.scale, latent_size)
-        value_TNV = query_TNH.new_empty(len(query_TNH), num_heads, value_size)
-        torch.bmm(seen_TNL.transpose(0, 1), self.value_NLV, out=value_TNV.transpose(0, 1))
-        return self.o(value_TNV.flatten(1))
+        return query_TNH, rows_TNH, key_NSH
 
     @property
     def nbytes(self) -> int:

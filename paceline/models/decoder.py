@@ -5,9 +5,9 @@ Computes one rank's part; models/loading builds it. Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -101,8 +101,14 @@ class LayerPass(NamedTuple):
     taps: Taps | None = None
 
 
-# All layers of a stack in one call. On the CPU it gives the same bits as `_run_layers`.
-FusedLayers = Callable[[LayerPass], Stream]
+class FusedLayers(Protocol):
+    """All layers of a stack in one call. On the CPU it gives the same bits as `_run_layers`."""
+
+    @property
+    def computes_all(self) -> bool:
+        """It knows nothing of wanted entries."""
+
+    def __call__(self, given: LayerPass) -> Stream: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +140,8 @@ class LayerStack:
             self._prepare(inputs.wanted.attention, len(inputs.wanted.entry_N))
         rotation_TH = self.rotation.index_select(0, inputs.position_T)
         run = self.fused or self._run_layers
+        if inputs.wanted is not None and self.fused is not None and self.fused.computes_all:
+            run = self._run_layers
         return run(LayerPass(residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps))
 
     def _prepare(self, batch: AttentionBatch, num_entries: int) -> None:
@@ -157,6 +165,9 @@ class LayerStack:
                 x_TD = rms_norm(residual_TD, layer.input_norm, eps)
             assert x_TD is not None
             wanted = inputs.wanted if i + 1 == len(self.layers) else None
+            if wanted is not None and not len(wanted.entry_N):
+                layer.attention.store(x_TD, rotation_TH, inputs, kv)
+                return Stream(residual_TD[:0], residual_TD[:0])
             delta_TD = layer.attention(x_TD, rotation_TH, inputs, kv, wanted)
             if wanted is not None:
                 residual_TD = residual_TD.index_select(0, wanted.entry_N)

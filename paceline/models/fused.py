@@ -55,6 +55,8 @@ def fuse_layers(
 class _NumbaLayers:
     """See kernels/vector/layers."""
 
+    computes_all = True
+
     def __init__(
         self,
         spec: ModelSpec,

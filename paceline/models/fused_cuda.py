@@ -55,6 +55,8 @@ class _Weights(NamedTuple):
 class CudaLayers:
     """`FusedLayers` for linears that are all `CudaLinear`; a CUDA graph can capture it."""
 
+    computes_all = False
+
     def __init__(
         self,
         spec: ModelSpec,

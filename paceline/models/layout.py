@@ -75,7 +75,7 @@ def lay_out(
         token_T=torch.from_numpy(token_T.astype(np.int64)),
         position_T=torch.from_numpy(position_T),
         page_slot_T=torch.from_numpy(_page_slots(pages, slot_T, position_T)),
-        attention=_attention(pages, slot_B, row_start, start_B + query_len_B, group_size),
+        attention=attention_rows(pages, slot_B, row_start, start_B + query_len_B, group_size),
     )
 
 
@@ -96,7 +96,7 @@ def lay_out_one_each(
         token_T=token_B.to(torch.int64),
         position_T=torch.from_numpy(clamped_B),
         page_slot_T=torch.from_numpy(page_slot_B),
-        attention=_attention(pages, slot_B, row_start, clamped_B + 1, group_size),
+        attention=attention_rows(pages, slot_B, row_start, clamped_B + 1, group_size),
     )
 
 
@@ -106,7 +106,7 @@ def _page_slots(pages: Pages, slot_T: Longs, position_T: Longs) -> Longs:
     return np.where(page_T < 0, -1, page_T * size + position_T % size)
 
 
-def _attention(
+def attention_rows(
     pages: Pages, slot_B: Longs, row_start: Longs, length_B: Longs, group_size: int
 ) -> AttentionBatch:
     return AttentionBatch(

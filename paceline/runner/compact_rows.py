@@ -20,15 +20,16 @@ from paceline.kernels.host_drafts.reference import pack_host_drafts
 from paceline.kernels.processors.reference import LateBits
 from paceline.kernels.rows import WindowRows
 from paceline.kernels.step_rows import PACKET_STEP, RESULT_TOKENS, BlockLayout, Ring, StepRows
-from paceline.layers.attention import BlockPass, ForwardInputs
-from paceline.models.layout import lay_out, lay_out_one_each
+from paceline.layers.attention import BlockPass, ForwardInputs, WantedEntries
+from paceline.models.layout import attention_rows, lay_out, lay_out_one_each
 from paceline.parallel.contract import Contract
 from paceline.parallel.groups import ALONE
 from paceline.runner.step import Device, TargetPass
+from paceline.state.late_rows import LateRows
 from paceline.state.pages import Pages
 from paceline.state.slots import Slots
 from paceline.state.staging import StagedWrites, Staging
-from paceline.step import Ints, LateMasks, Longs, StepPlan, StepSize
+from paceline.step import Bools, Ints, LateMasks, Longs, StepPlan, StepSize
 
 
 class CompactSource:
@@ -36,11 +37,16 @@ class CompactSource:
 
     has_shapes = False
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, max_late: int) -> None:
+        """`max_late`: entries of a row that the drafter's first pass may put off."""
         self._device = device
         self._staging = Staging(device.slots, device.pages, device.recurrent)
+        self.max_late = max_late
+        self._late = LateRows(device.slots.num_slots, max_late) if max_late else None
 
     def stage(self, entry: int, plan: StepPlan, admissions: Any, step_size: StepSize) -> None:
+        if self._late is not None:
+            self._late.count_S[[init.slot for init, _ in admissions]] = 0
         record = None if plan.host_drafts is None else pack_host_drafts(plan)
         self._staging.apply(StagedWrites(admissions, plan.page_appends, record))
 
@@ -48,7 +54,7 @@ class CompactSource:
         device = self._device
         where = (device.slots, device.pages, device.ring, device.groups.contract)
         k = min(plan.k if plan.draft_k is None else plan.draft_k, device.drafter.max_k)
-        return CompactRows(plan, *where, k, is_alone=device.groups is ALONE)
+        return CompactRows(plan, *where, k, is_alone=device.groups is ALONE, late=self._late)
 
     def key(self, step_size: StepSize) -> None:
         return None
@@ -81,8 +87,11 @@ class CompactRows:
         k: int,  # drafts to propose
         *,
         is_alone: bool = False,
+        late: LateRows | None = None,
     ) -> None:
         self._is_alone = is_alone
+        # Replicas in lock step run the same passes, so none is put off.
+        self._late = late if plan.agreed is None else None
         self.slots = slots
         self.k = k
         self._plan = plan
@@ -91,7 +100,7 @@ class CompactRows:
         self._pages = pages
         self._begin(ring)
         self._slot_B, self._start_B, self._query_len_B, self._num_drafts_B = self._live()
-        self._is_drafting_B: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
+        self._row_D: Longs | None = None  # rows that draft; those with the most drafts first
 
     @property
     def is_joint(self) -> bool:
@@ -186,27 +195,99 @@ class CompactRows:
 
     def _after(self) -> None:
         """Slot state has moved: which rows draft, and how far committed tokens were computed."""
-        if self._is_drafting_B is None:
+        if self._row_D is None:
             slots, slot_B = self.slots, self._slot_B
             end_B = slots.arrays.num_tokens_S[slot_B].astype(np.int64)
-            self._is_drafting_B = self.samples_B & (slots.arrays.done_S[slot_B] == 0)
-            self._drafting_slot_B = slot_B[self._is_drafting_B]
-            self._end_B = end_B[self._is_drafting_B]
+            k_B = self._draft_k_B()
+            is_drafting_B = self.samples_B & (slots.arrays.done_S[slot_B] == 0) & (k_B > 0)
+            row_D = np.flatnonzero(is_drafting_B)
+            self._row_D = row_D[np.argsort(-k_B[row_D], kind="stable")]
+            self.k_D = k_B[self._row_D]
+            self._drafting_slot_B = slot_B[self._row_D]
+            self._end_B = end_B[self._row_D]
             self._stop_B = np.where(self.samples_B, end_B, self._start_B + self._query_len_B)
+
+    def _draft_k_B(self) -> Longs:
+        """Drafts that the plan asks for by row."""
+        asked_P, row_B = self._plan.draft_k_B, self.rows.plan_row_B
+        if asked_P is None:
+            return np.full(len(self._slot_B), self.k)
+        asked_B = asked_P if row_B is None else asked_P[row_B.numpy()]
+        return np.minimum(asked_B, self.k)
+
+    def num_drafting(self, j: int) -> int:
+        return int(np.count_nonzero(self.k_D > j))
 
     @property
     def slot_B(self) -> Tensor:
         self._after()
         return torch.from_numpy(self._drafting_slot_B)
 
-    def shifted(self, group_size: int) -> DraftPass:
+    def shifted(self, group_size: int) -> DraftPass | None:
         self._after()
         count_B, target_T = self._committed()
-        batch = self._first_pass(self._start_B, count_B, group_size, shift=1)
-        batch.target_T = target_T
+        late_B, runs_B = self._put_off(count_B)
+        feature_TD = None
+        if not runs_B.all() or late_B.any():
+            feature_TD = self._late_features(count_B, late_B, runs_B, target_T)
+            if feature_TD is None:
+                return None
+            count_B = (count_B + late_B) * runs_B
+        batch = self._first_pass(self._start_B - late_B, count_B, group_size, shift=1)
+        batch.target_T, batch.feature_TD = target_T, feature_TD
         if self._agreed is not None:
             batch.inputs.num_rows = self._agreed.tokens
+        elif _is_worth_it(len(batch.inputs.token_T), len(batch.last_B)):
+            batch.inputs.wanted = self._wanted(batch, group_size)
         return batch
+
+    def _wanted(self, batch: DraftPass, group_size: int) -> WantedEntries:
+        """The last entry of each row that drafts. Without one the pass writes KV and no more."""
+        length_D = batch.inputs.position_T.numpy()[batch.last_B.numpy()] + 1
+        row_start = np.arange(len(length_D) + 1)
+        rows = (self._drafting_slot_B, row_start, length_D, group_size)
+        return WantedEntries(batch.last_B, attention_rows(self._pages, *rows))
+
+    def _put_off(self, count_B: Longs) -> tuple[Longs, Bools]:
+        """The entries of each row that earlier steps have put off, and which rows are in this
+        step's first pass; the others put off `count_B` more.
+
+        A row waits if it decodes, goes on and gets no drafts. When one has no room left, none
+        waits, so that later they have room for equally many steps.
+        """
+        late, slot_B = self._late, self._slot_B
+        if late is None:
+            return np.zeros_like(count_B), np.ones(len(slot_B), np.bool_)
+        late_B = late.count_S[slot_B]
+        waits_B = self.samples_B & (self._query_len_B == 1 + self._num_drafts_B)
+        waits_B &= self.slots.arrays.done_S[slot_B] == 0
+        waits_B[self._row_D] = False
+        waits_B &= not (waits_B & (late_B + count_B > late.most)).any()
+        late.count_S[slot_B] = (late_B + count_B) * waits_B
+        return late_B, ~waits_B
+
+    def _late_features(
+        self, count_B: Longs, late_B: Longs, runs_B: Bools, target_T: Tensor | None
+    ) -> Tensor | None:
+        """Keep the features of rows that wait. Returns those of the first pass; None: no row is in
+        it."""
+        assert self._late is not None
+        feature_TD = self.feature_TD if target_T is None else self.feature_TD[target_T]
+        slot_T, runs_T = np.repeat(self._slot_B, count_B), np.repeat(runs_B, count_B)
+        if not runs_B.all():
+            at_T = np.repeat(late_B, count_B) + _offsets(count_B)
+            kept_TD = feature_TD if not runs_B.any() else feature_TD[torch.from_numpy(~runs_T)]
+            self._late.keep(slot_T[~runs_T], at_T[~runs_T], kept_TD)
+            if not runs_B.any():
+                return None
+        old_B, new_B = late_B * runs_B, count_B * runs_B
+        is_old_T = _offsets(old_B + new_B) < np.repeat(old_B, old_B + new_B)
+        both_TD = feature_TD.new_empty((len(is_old_T), feature_TD.shape[1]))
+        both_TD[torch.from_numpy(~is_old_T)] = feature_TD[torch.from_numpy(runs_T)]
+        if is_old_T.any():
+            slots = np.repeat(self._slot_B, old_B)
+            both_TD[torch.from_numpy(is_old_T)] = self._late.features(slots, _offsets(old_B))
+        return both_TD
 
     def _committed(self) -> tuple[Longs, Tensor | None]:
         """How many entries of each row are committed, and which of the target's they are.
@@ -262,7 +343,7 @@ class CompactRows:
         self, layout: BlockLayout, count_B: Longs, num_committed: int, width_D: Longs
     ) -> Longs:
         """A block that the length limit cuts has no entry for its last drafts: any other does."""
-        last_D = (np.cumsum(count_B) - 1)[self._is_drafting_B]
+        last_D = (np.cumsum(count_B) - 1)[self._row_D]
         entry_K = np.arange(layout.k) + layout.first_output
         if not self.k or not len(width_D):
             return np.repeat(last_D, layout.k if self.k else 0)
@@ -270,12 +351,16 @@ class CompactRows:
         entry_DK = first_D[:, None] + np.minimum(entry_K, width_D[:, None] - 1)
         return np.where(entry_K < 0, last_D[:, None], entry_DK).flatten()
 
-    def own(self, group_size: int) -> DraftPass:
+    def own(self, group_size: int) -> DraftPass | None:
         """Two committed tokens cover full acceptance, where the last draft was never fed; after a
         rejection the first of them is computed again, to the same values."""
         self._after()
-        start_B = np.where(self._num_drafts_B > 0, self._stop_B - 2, self._start_B)
-        batch = self._first_pass(start_B, self._stop_B - start_B, group_size, shift=0)
+        late_B, runs_B = self._put_off(self._committed()[0])
+        if not runs_B.any() and len(runs_B):
+            return None
+        start_B = np.where(self._num_drafts_B > 0, self._stop_B - 2, self._start_B) - late_B
+        count_B = (self._stop_B - start_B) * runs_B
+        batch = self._first_pass(start_B, count_B, group_size, shift=0)
         if self._agreed is not None:
             batch.inputs.num_rows = self._agreed.draft_tokens
         return batch
@@ -284,9 +369,9 @@ class CompactRows:
         self, start_B: Longs, count_B: Longs, group_size: int, *, shift: int
     ) -> DraftPass:
         self._contract.phase = "draft 1"
-        last_B = torch.from_numpy((np.cumsum(count_B) - 1)[self._is_drafting_B])
+        last_B = torch.from_numpy((np.cumsum(count_B) - 1)[self._row_D])
         slot_B = self._slot_B
-        is_empty = count_B < 1  # a row with unusable logits committed nothing
+        is_empty = count_B < 1  # it waits, or had unusable logits and committed nothing
         if is_empty.any():
             slot_B, start_B, count_B = slot_B[~is_empty], start_B[~is_empty], count_B[~is_empty]
         inputs = lay_out(self.slots, self._pages, slot_B, start_B, count_B, group_size, shift=shift)
@@ -294,25 +379,28 @@ class CompactRows:
 
     def next(self, j: int, token_B: Tensor, group_size: int, *, is_shifted: bool) -> ForwardInputs:
         self._contract.phase = f"draft {j + 1}"
-        position_B = self._end_B + (j - 1 - is_shifted)
-        inputs = lay_out_one_each(
-            self.slots, self._pages, self._drafting_slot_B, position_B, token_B, group_size
-        )
+        position_B = self._end_B[: len(token_B)] + (j - 1 - is_shifted)
+        slot_B = self._drafting_slot_B[: len(token_B)]
+        inputs = lay_out_one_each(self.slots, self._pages, slot_B, position_B, token_B, group_size)
         if self._agreed is not None:
             inputs.num_rows = self._agreed.rows
         return inputs
 
     def position_B(self, j: int) -> Tensor:
-        return torch.from_numpy(self._end_B + j)
+        return torch.from_numpy(self._end_B[: self.num_drafting(j)] + j)
 
     def store(self, draft_BK: Tensor, *, is_onehot: bool) -> None:
         slots, slot_B, width = self.slots, self._drafting_slot_B, draft_BK.shape[1]
         drafts_SK, drafts_BK = slots.arrays.drafts_SK, draft_BK.numpy()
-        if self._end_B.max(initial=0) + width > slots.max_model_len:
-            has_room = self._end_B[:, None] + np.arange(width) < slots.max_model_len
-            drafts_BK = np.where(has_room, drafts_BK, -1)
-        drafts_SK[slot_B, :width] = drafts_BK
+        most_D = np.minimum(self.k_D, slots.max_model_len - self._end_B)
+        drafts_SK[slot_B, :width] = np.where(np.arange(width) < most_D[:, None], drafts_BK, -1)
         slots.arrays.drafts_onehot_S[slot_B] = is_onehot
+
+
+def _is_worth_it(num_entries: int, num_wanted: int) -> bool:
+    """Whether a last layer should leave out outputs that are not read. Few entries cost as much as
+    fewer, because of the weights."""
+    return not num_wanted or (num_entries >= 16 and num_entries >= 2 * num_wanted)
 
 
 def _offsets(count_B: Longs) -> Longs:

@@ -27,7 +27,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
 from paceline.models.heads.base import BlockModel, HeadSpec, check_draft_model
-from paceline.models.heads.registry import HEADS, pick_method
+from paceline.models.heads.registry import HEADS, pick_method, with_layers
 from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
@@ -105,12 +105,27 @@ def _find_draft(config: EngineConfig, target: Found) -> Found | None:
             f"{name!r} has a mask_embedding.pt, which replaces a row of the embedding; that is not "
             "supported. Use a head that stores its mask in embed_tokens."
         )
+    window = speculative.draft_window_size
     if method in HEADS:
         head = HEADS[method].read(name, files.config, target.spec, speculative)
+        if window is not None:
+            head = with_layers(head, _windowed(name, head.layers, window))
         return Found(files, head.layers, head, method)
     spec = read_spec(files.config)
+    if window is not None:
+        spec = _windowed(name, spec, window)
     check_draft_model(name, spec, target.spec, may_differ=speculative.use_heterogeneous_vocab)
     return Found(files, spec, method=method)
+
+
+def _windowed(name: str, spec: ModelSpec, window: int) -> ModelSpec:
+    """Its layers see at most `window` positions."""
+    if spec.attention.latent_size is not None or spec.recurrent is not None:
+        raise ConfigError(
+            f"draft_window_size: {name!r} has layers without a window (latent attention or "
+            "recurrent state); leave it out."
+        )
+    return replace(spec, sliding_window=min(window, spec.sliding_window or window))
 
 
 def _check_quantization(name: str, files: ModelFiles, asked: str | None) -> None:

@@ -51,6 +51,7 @@ class PaddedSource:
     """See runner.runner.RowSource. Plans travel as packets of a ring."""
 
     has_shapes = True
+    max_late = 0
 
     def __init__(
         self, device: Device, buffers: StepBuffers, layout: PacketLayout, buckets: Buckets
@@ -129,6 +130,9 @@ class PaddedBuilder:
     @property
     def slot_B(self) -> Tensor:
         return self.padded.batch.slot_B
+
+    def num_drafting(self, j: int) -> int:
+        return self.shape.rows
 
     @property
     def marks(self) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
+from paceline.drafters.autoregressive import AutoregressiveDrafter
 from paceline.drafters.base import Drafter
 from paceline.kernels.step_rows import PacketLayout
 from paceline.kernels.table import has_numba
@@ -26,7 +27,7 @@ from paceline.observe.memory import host_memory
 from paceline.parallel.groups import Backend
 from paceline.parallel.placement import RankPlace
 from paceline.runner.compact_rows import CompactSource
-from paceline.runner.load_models import Progress, wanted_length
+from paceline.runner.load_models import Progress, kv_window, wanted_length
 from paceline.runner.platform import DTYPES, Execution, Models
 from paceline.runner.ranks import steps_together
 from paceline.runner.runner import StepRunner
@@ -38,6 +39,7 @@ from paceline.runner.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 _KV_DTYPE = torch.float32
+MOST_LATE = 16
 
 
 class CpuPlatform:
@@ -118,12 +120,22 @@ class CpuPlatform:
         return PacketLayout.of(0, 0)
 
     def execution(self, models: Models, parts: Device, layout: PacketLayout) -> Execution:
-        return Execution(CompactSource(parts), lambda _: ThreadStream(self._num_threads))
+        source = CompactSource(parts, max_late_rows(models, parts))
+        return Execution(source, lambda _: ThreadStream(self._num_threads))
 
     def prepare(self, runner: StepRunner, models: Models, progress: Progress) -> None:
         progress("warming up", 0.0)
         specs = [found.spec for found in models.found]
         warm_up(runner, is_joint=steps_together(models.ranks.place.layout, specs))
+
+
+def max_late_rows(models: Models, parts: Device) -> int:
+    """Entries of a row that the drafter's first pass may put off. None where pages of a running
+    request are registered or given back, or where replicas run the same passes."""
+    specs = [found.spec for found in models.found]
+    is_fixed = kv_window(models.found) is not None or parts.recurrent is not None
+    is_fixed |= steps_together(models.ranks.place.layout, specs)
+    return 0 if is_fixed or not isinstance(parts.drafter, AutoregressiveDrafter) else MOST_LATE
 
 
 def default_threads(num_ranks: int = 1) -> int:

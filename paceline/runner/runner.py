@@ -48,6 +48,7 @@ class RowSource(Protocol):
     """Stages what plans change, and makes the row builders of their steps."""
 
     has_shapes: bool  # rows are padded to a shape that the plan's step_size decides
+    max_late: int  # see RunnerInfo.max_late_drafter_rows
 
     def stage(
         self, entry: int, plan: StepPlan, admissions: Admissions, step_size: StepSize

@@ -102,6 +102,7 @@ def build_on(
     info = replace(
         _info(models, parts, platform),
         pays_for_missing_drafts=execution.source.has_shapes,
+        max_late_drafter_rows=execution.source.max_late,
         max_row_appends=layout.max_appends // layout.max_rows if layout.max_rows else None,
     )
     names = config.model.logits_processors

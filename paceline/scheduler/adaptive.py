@@ -14,8 +14,6 @@ Shape letters: S slots, B rows of a step, K drafts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 
 from paceline.scheduler.inflight import Rows
@@ -140,19 +138,17 @@ class DraftLengths:
         if self.is_auto:
             self._set_auto(np.array([slot]))
 
-    def expected(self) -> list[float]:
-        """By slot: the drafter's drafts that a step accepts on average. Empty: no drafter."""
-        if not self.max_k:
-            return []
+    def expected(self) -> Floats:
+        """By slot: the drafter's drafts that a step accepts on average."""
         is_drafted_SK = np.arange(self.max_k) < self._k_S[:, None]
-        expected_S: list[float] = (self._survival.of(slice(-1)) * is_drafted_SK).sum(1).tolist()
+        expected_S: Floats = (self._survival.of(slice(-1)) * is_drafted_SK).sum(axis=1)
         return expected_S
 
-    def proposed(self, k_S: Ints, slots: Rows) -> int:
-        """Drafts that the drafter proposes in a step with these slots, of which each could verify
-        k_S. Slots that are sure of their continuation need none."""
-        wanted_B = (k_S * ~self.is_sure_S).take(slots)
-        return int(wanted_B.max()) if len(slots) else 0
+    def proposed(self, k_S: Ints, slots: Rows) -> Ints:
+        """Drafts that the drafter proposes for these slots, of which each could verify k_S. Slots
+        that are sure of their continuation need none."""
+        wanted_B: Ints = (k_S * ~self.is_sure_S).take(slots)
+        return wanted_B
 
     def wanted(self, step: int, num_rows: int = 1, *, is_mixed: bool = False) -> Ints:
         """k of each slot for this step of `num_rows` rows. `is_mixed`: it has prompt chunks."""
@@ -177,7 +173,7 @@ class DraftLengths:
         return k_S
 
     def learn(
-        self, slots: Rows, k_B: Ints, result: StepResult, host_rows: Collection[int] = ()
+        self, slots: Rows, k_B: Ints, result: StepResult, host_rows: Rows | None = None
     ) -> None:
         """Count the drafts that a step verified and accepted. `host_rows` verified drafts of the
         host, which say nothing about the drafter."""
@@ -186,9 +182,9 @@ class DraftLengths:
         drafted_B, accepted_B = result.num_drafts_B, result.num_accepted_B
         if self._counts_missing:
             drafted_B = np.minimum(k_B, self.max_k)
-        if host_rows:
+        if host_rows is not None and len(host_rows):
             drafted_B, accepted_B = drafted_B.copy(), accepted_B.copy()
-            drafted_B[list(host_rows)] = accepted_B[list(host_rows)] = 0
+            drafted_B[host_rows] = accepted_B[host_rows] = 0
         self._survival.learn(slots, drafted_B, accepted_B)
         if result.step % DECIDE_EVERY:
             return
@@ -257,7 +253,10 @@ class _Ranking:
         elif not self._is_fixed and plan.agreed is None:
             tokens += int(result.num_drafts_B.sum()) - int(plan.k_B.sum())
         seconds = result.device_end_s - result.device_start_s
-        self.cost.measured(seconds, tokens, size.rows, size.k, kv_tokens)
+        drafts = size.rows * size.draft_k
+        if not self._is_fixed and plan.agreed is None and plan.draft_k_B is not None:
+            drafts = int(plan.draft_k_B.sum())
+        self.cost.measured(seconds, tokens, size.draft_k, drafts, kv_tokens)
 
     def decide(self, survival_RK: Floats, kv_tokens: int) -> None:
         self._num_rows = len(survival_RK)

@@ -125,17 +125,18 @@ class Allocator:
         self._events.preempted.append(live.uid)
         self._requests.waiting.push(live)
 
-    def end(self, live: LiveRequest) -> None:
-        """The request is over, running or waiting. Its rows in flight are wasted."""
+    def end(self, live: LiveRequest, *, is_complete: bool = False) -> None:
+        """The request is over, running or waiting. Its rows in flight are wasted. `is_complete`:
+        the device has ended it."""
         del self._requests.by_uid[live.uid]
         if live.slot >= 0:
-            self._leave(live, is_over=True)
+            self._leave(live, is_over=True, is_complete=is_complete)
         else:
             self._requests.waiting.discard()
 
-    def _leave(self, live: LiveRequest, *, is_over: bool = False) -> int:
+    def _leave(self, live: LiveRequest, *, is_over: bool = False, is_complete: bool = False) -> int:
         """Slot and pages are free for the next plan. Returns the number of rows in flight."""
-        self.pages.release(live)
+        self.pages.release(live, is_complete=is_complete)
         self.continuations.drop(live.slot)
         self.lookups.leave(live, is_over=is_over)
         num_in_flight = self.slots.vacate(live.slot)

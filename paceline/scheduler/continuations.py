@@ -6,41 +6,23 @@ They travel as host drafts of a plan. Verification decides: a wrong one costs ti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.scheduler.inflight import Flight, Rows, SlotTable
-from paceline.step import HostDrafts, Ints, RunnerInfo
+from paceline.step import HostDrafts, Ints, Longs, RunnerInfo
 
 
-class Offers:
-    """New continuations of many slots."""
+class Offers(NamedTuple):
+    """New continuations of many slots; see Continuations.offer."""
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self.slots: list[int] = []
-        self.lengths: list[int] = []
-        self.ends: list[int] = []
-        self.tokens: list[list[int]] = []
-        self.limits: list[tuple[int, int]] = []  # most, least
-        self.is_sure: list[bool] = []
-        self._padding = [-1] * longest
-
-    def add(
-        self, slot: int, length: int, tokens: list[int], limits: tuple[int, int], *, is_sure: bool
-    ) -> None:
-        """See Continuations.offer. `is_sure`: the row needs no other drafts."""
-        self.slots.append(slot)
-        self.lengths.append(length)
-        self.ends.append(length + len(tokens))
-        missing = self.longest - len(tokens)
-        self.tokens.append(tokens + self._padding[:missing] if missing else tokens)
-        self.limits.append(limits)
-        self.is_sure.append(is_sure)
-
-    def add_none(self, slot: int, length: int) -> None:
-        self.add(slot, length, [], (0, 1), is_sure=False)
-        self.ends[-1] = 0
+    slot_R: Rows
+    length_R: Longs
+    token_RC: Ints  # -1 after the end
+    end_R: Longs  # the length at which each ends; 0: none
+    most_R: Longs
+    least_R: Longs
 
 
 class Continuations:
@@ -92,21 +74,22 @@ class Continuations:
 
     def offer_all(self, offers: Offers) -> None:
         """Replace the continuations of these slots, except forced tokens."""
-        if not offers.slots:
-            return
-        slot_R: Rows = np.array(offers.slots, np.intp)
-        is_forced_R = self._is_forced_S[slot_R] & (self._end_S[slot_R] > offers.lengths)
-        free_R = ~is_forced_R
-        slot_F = slot_R[free_R]
-        self._token_SC[slot_F] = np.array(offers.tokens, np.int32)[free_R]
-        self._length_S[slot_F] = np.array(offers.lengths, np.int32)[free_R]
-        self._end_S[slot_F] = np.array(offers.ends, np.int32)[free_R]
-        limits_F2 = np.array(offers.limits, np.int32)[free_R]
-        self._most_S[slot_F], self._least_S[slot_F] = limits_F2[:, 0], limits_F2[:, 1]
-        self._is_forced_S[slot_F] = False
+        slot_R = offers.slot_R
+        is_forced_R = self._is_forced_S[slot_R] & (self._end_S[slot_R] > offers.length_R)
+        if is_forced_R.any():
+            free: list[Any] = [x[~is_forced_R] for x in offers]
+            offers = Offers(*free)
+            slot_R = offers.slot_R
+        self._token_SC[slot_R] = offers.token_RC
+        self._length_S[slot_R], self._end_S[slot_R] = offers.length_R, offers.end_R
+        self._most_S[slot_R], self._least_S[slot_R] = offers.most_R, offers.least_R
+        self._is_forced_S[slot_R] = False
 
     def drop(self, slot: int) -> None:
         self._end_S[slot] = 0
+
+    def drop_looked_up(self, slot_R: Rows) -> None:
+        self._end_S[slot_R[~self._is_forced_S[slot_R]]] = 0
 
     # ---- planning
 
@@ -147,22 +130,37 @@ class Continuations:
 
     # ---- results
 
-    def taken(self, flight: Flight) -> dict[int, Ints]:
-        """The host drafts that rows of the oldest step in flight verify, by row.
+    def taken(self, flight: Flight) -> Rows:
+        """The rows of the oldest step in flight that verify host drafts.
 
         All results before it are committed, so this is what the device finds. Rows whose requests
         have left their slots are not known any more.
         """
         host = flight.plan.host_drafts
         if host is None:
+            return _NO_ROWS
+        rows: Rows = host.row_R[self._taken(flight, host) > 0].astype(np.intp)
+        return rows
+
+    def taken_tokens(self, flight: Flight) -> dict[int, Ints]:
+        """Those drafts, by row."""
+        host = flight.plan.host_drafts
+        if host is None:
             return {}
-        slot_R = flight.slots[host.row_R]
-        left_R = self._num_left(host, slot_R) * (slot_R != self._table.num_slots)
+        left_R = self._taken(flight, host)
         end_R = (host.token_RC >= 0).sum(axis=1)
         return {
             int(host.row_R[r]): host.token_RC[r, end_R[r] - left_R[r] : end_R[r]]
             for r in left_R.nonzero()[0].tolist()
         }
 
+    def _taken(self, flight: Flight, host: HostDrafts) -> Ints:
+        slot_R = flight.slots[host.row_R]
+        taken_R: Ints = self._num_left(host, slot_R) * (slot_R != self._table.num_slots)
+        return taken_R
+
     def _num_left(self, host: HostDrafts, slot_R: Rows) -> Ints:
         return host.num_left(slot_R, self._table.tokens_SL, self._table.all_committed_S)
+
+
+_NO_ROWS = np.empty(0, np.intp)

@@ -6,53 +6,54 @@ right, by comparing it with the tokens that came, whichever drafts were verified
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import ceil, log
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
 
 from paceline.scheduler.adaptive import DraftLengths
 from paceline.scheduler.continuations import Continuations, Offers
-from paceline.scheduler.inflight import Flight, SlotTable
+from paceline.scheduler.inflight import Flight, Rows, SlotTable
 from paceline.scheduler.live_request import LiveRequest
+from paceline.scheduler.step_cost import Doubles
 from paceline.scheduler.suffixes import LookupRules, Match, PastAnswers, Text
 from paceline.speculation import METHOD_ALIASES, SpeculativeConfig
-from paceline.step import StepResult
+from paceline.step import Bools, Ints, Longs, StepResult
 
 INDEX_TOKENS = 4096  # prompt tokens that one commit indexes; longer prompts take several
 WORTH = 0.1  # a draft that is right less often costs more than it brings
 _LOG_WORTH = log(WORTH)
 TRUST = 4.0  # tokens after which a request's own rate counts as much as that of all
 LONGEST_RATED = 16  # matches from here on have one rate
-_FADE_ROW, _FADE_ALL = 64.0, 2048.0  # sums are halved above this
+FADE_ROW, FADE_ALL = 64.0, 2048.0  # sums are halved above this
 # Where a continuation is right this often, a row needs no drafts of the drafter behind it.
 SURE = 0.9
 
 
-@dataclass(slots=True)
-class _Rate:
-    """Right tokens among those that were compared, older ones counting less."""
+class _Rates:
+    """Right tokens among those that were compared, older ones counting less; many at once."""
 
-    right: float = 0.0
-    tried: float = 0.0
+    def __init__(self, right_N: Doubles, tried_N: Doubles, most: float) -> None:
+        self.right_N, self.tried_N, self._most = right_N, tried_N, most
 
-    def add(self, right: int, tried: int, most: float) -> None:
-        self.right += right
-        self.tried += tried
-        if self.tried > most:
-            self.right *= 0.5
-            self.tried *= 0.5
+    def add(self, index_R: Rows, right_R: Longs, tried_R: Longs) -> None:
+        """An index may occur more than once."""
+        size = len(self.right_N)
+        self.right_N += np.bincount(index_R, right_R, size)
+        self.tried_N += np.bincount(index_R, tried_R, size)
+        is_much_N = self.tried_N > self._most
+        if is_much_N.any():
+            self.right_N[is_much_N] *= 0.5
+            self.tried_N[is_much_N] *= 0.5
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request in a slot."""
+    """A request in a slot. Its text has the tokens up to the last search."""
 
     text: Text
-    most: int  # drafts of a step
     prompt_len: int
-    match: Match | None = None
-    num_followed: int = 0  # tokens that came since and were those of the match
-    guess: list[int] = field(default_factory=list)  # what should follow the committed tokens
-    rate: _Rate = field(default_factory=_Rate)
+    past: Match | None = None  # a match in past answers
 
 
 class Lookups:
@@ -76,8 +77,20 @@ class Lookups:
         self._most = speculative.most_looked_up(continuations.most)
         self._is_adaptive = speculative.adaptive
         self._rules = _rules(speculative)
-        # Longer matches are right more often.
-        self._rates = [_Rate(8.0 * m / (m + 1), 8.0) for m in range(LONGEST_RATED + 1)]
+        # By length of the match. Longer ones are right more often.
+        length_M = np.arange(LONGEST_RATED + 1.0)
+        self._rates = _Rates(8.0 * length_M / (length_M + 1), np.full_like(length_M, 8.0), FADE_ALL)
+        slots = table.num_slots
+        self._row_rates = _Rates(np.zeros(slots), np.zeros(slots), FADE_ROW)
+        # By slot, what should follow the committed tokens: guess_SC, -1 behind its end. It is what
+        # the request itself has at from_S and after; -1: it has no match, or one in past answers.
+        self._guess_SC = np.full((slots, continuations.longest), -1, np.int32)
+        self._from_S = np.full(slots, -1, np.int64)
+        self._limit_S = np.zeros(slots, np.int64)  # tokens that are likely
+        self._length_S = np.zeros(slots, np.int64)  # of the match
+        self._followed_S = np.zeros(slots, np.int64)  # tokens that came since, as it said
+        # Drafts of a step; 0: nothing is looked up. With the spare row: see SlotTable.
+        self._most_S = np.zeros(slots + 1, np.int64)
         if most := speculative.suffix_decoding_max_cached_requests:
             self._past = PastAnswers(most, PAST_BYTES, self._rules.width)
 
@@ -92,13 +105,17 @@ class Lookups:
         method = METHOD_ALIASES.get(method or "", method)
         most = self._most if asked is None else min(asked, self._most)
         if most and method in (None, self._method):
-            prompt_len = len(live.request.prompt_token_ids)
-            self._rows[live.slot] = _Row(Text(self._rules.width), most, prompt_len)
+            prompt_len, slot = len(live.request.prompt_token_ids), live.slot
+            self._rows[slot] = _Row(Text(self._rules.width), prompt_len)
+            self._most_S[slot], self._from_S[slot], self._guess_SC[slot] = most, -1, -1
+            self._row_rates.right_N[slot] = self._row_rates.tried_N[slot] = 0.0
         return 0 if method == self._method else asked
 
     def leave(self, live: LiveRequest, *, is_over: bool) -> None:
         """The request leaves its slot. If it is over, its output may be remembered."""
         row = self._rows.pop(live.slot, None)
+        if row is not None:
+            self._most_S[live.slot] = 0
         if is_over and row is not None and self._past is not None:
             self._past.add(self._table.committed_tokens(live.slot)[row.prompt_len :].tolist())
 
@@ -108,46 +125,93 @@ class Lookups:
         """The result is in the table, and requests that ended have left their slots."""
         if not self._rows:
             return
-        room, table, offers = INDEX_TOKENS, self._table, Offers(self._continuations.longest)
-        lengths = table.all_committed_S.take(flight.slots).tolist()
-        columns = (flight.slots.tolist(), result.count_B.tolist(), result.token_BW.tolist())
-        expected_S = self._draft_lengths.expected()
-        for slot, count, tokens, length in zip(*columns, lengths, strict=True):
-            row = self._rows.get(slot)
-            if row is None:
-                continue
-            text = row.text
-            del tokens[count:]
-            if len(text) == length - count:
-                text.extend(tokens)
-            else:  # its prompt is not indexed yet
-                end = min(len(text) + room, length)
-                room -= end - len(text)
-                text.extend(table.tokens_SL[slot, len(text) : end].tolist())
-            if count and len(text) == length:
-                self._go_on(row, tokens)
-                self._offer(offers, slot, row, length, expected_S[slot] if expected_S else 0.0)
-        self._continuations.offer_all(offers)
-        self._draft_lengths.is_sure_S[offers.slots] = offers.is_sure
+        slot_R, count_R, token_RW = flight.slots, result.count_B, result.token_BW
+        is_on_R = (self._most_S.take(slot_R) > 0) & (count_R > 0)
+        if not is_on_R.all():
+            slot_R, count_R, token_RW = slot_R[is_on_R], count_R[is_on_R], token_RW[is_on_R]
+        length_R = self._table.committed_S[slot_R].astype(np.int64)
+        is_right_R = self._compare(slot_R, count_R, token_RW)
+        self._followed_S[slot_R] += count_R
+        from_R = self._from_S[slot_R]
+        # A match at the very end says nothing. Those in past answers are followed one by one.
+        goes_on_R = is_right_R & (from_R >= 0) & (from_R + count_R < length_R)
+        self._from_S[slot_R] = np.where(goes_on_R, from_R + count_R, -1)
+        if not goes_on_R.all():
+            ended_R = (~goes_on_R).nonzero()[0]
+            came = token_RW[ended_R].tolist()
+            rows = (slot_R[ended_R], count_R[ended_R], length_R[ended_R], is_right_R[ended_R])
+            self._guess_SC[rows[0]] = -1
+            self._search(came, *(x.tolist() for x in rows))
+        self._copy_guesses(slot_R, length_R)
+        self._offer(slot_R, length_R)
 
-    def _go_on(self, row: _Row, tokens: list[int]) -> None:
-        """Find what should follow `tokens`, which have just come."""
-        guess, match = row.guess, row.match
-        if match is not None:
-            count = min(len(tokens), len(guess))
-            right = count if guess[:count] == tokens[:count] else _num_equal(guess, tokens)
-            tried = right + (right < count)
-            row.rate.add(right, tried, _FADE_ROW)
-            self._rates[min(match.length, LONGEST_RATED)].add(right, tried, _FADE_ALL)
-            if right and self._past is not None and match.text is self._past.text:
-                self._past.note_use(match.at)
-            if right == len(tokens):
-                row.num_followed += right
-                row.guess = self._tokens_of(match, row)
-                if row.guess:
-                    return
-        row.match, row.num_followed = self._find(row.text), 0
-        row.guess = [] if row.match is None else self._tokens_of(row.match, row)
+    def _compare(self, slot_R: Rows, count_R: Ints, token_RW: Ints) -> Bools:
+        """Count which guesses were right. Returns where all new tokens were."""
+        width = min(token_RW.shape[1], self._guess_SC.shape[1])
+        guess_RW, token_RW = self._guess_SC[slot_R, :width], token_RW[:, :width]
+        is_guess_RW = (guess_RW >= 0) & (np.arange(width) < count_R[:, None])
+        right_R = np.logical_and.accumulate(is_guess_RW & (guess_RW == token_RW), axis=1).sum(1)
+        at = is_guess_RW[:, 0].nonzero()[0]
+        if len(at):
+            right_M, slot_M = right_R[at], slot_R[at]
+            tried_M = right_M + (right_M < is_guess_RW[at].sum(axis=1))
+            self._row_rates.add(slot_M, right_M, tried_M)
+            length_M = np.minimum(self._length_S[slot_M], LONGEST_RATED)
+            self._rates.add(length_M, right_M, tried_M)
+        if self._past is not None:
+            for slot in slot_R[right_R > 0].tolist():
+                if (match := self._rows[slot].past) is not None:
+                    self._past.note_use(match.at)
+        all_right_R: Bools = right_R == count_R
+        return all_right_R
+
+    def _search(
+        self,
+        came: list[list[int]],
+        slots: list[int],
+        counts: list[int],
+        lengths: list[int],
+        is_right: list[bool],
+    ) -> None:
+        """Find what should follow the new tokens, of which each row has the first `counts`."""
+        room = INDEX_TOKENS
+        rows = zip(slots, came, counts, lengths, is_right, strict=True)
+        for slot, tokens, count, length, was_right in rows:
+            row = self._rows[slot]
+            if was_right and row.past is not None and self._guess_past(slot, row.past):
+                continue
+            text, row.past = row.text, None
+            if len(text.tokens) == length - count:
+                text.extend(tokens[:count])
+            else:
+                end = min(len(text.tokens) + room, length)
+                room -= end - len(text.tokens)
+                text.extend(self._table.tokens_SL[slot, len(text.tokens) : end].tolist())
+                if end < length:
+                    continue  # its prompt is not indexed yet
+            if text.ends_as_before or self._past is not None:
+                self._found(slot, row, self._find(text))
+
+    def _found(self, slot: int, row: _Row, match: Match | None) -> None:
+        if match is None:
+            return
+        self._length_S[slot] = match.length
+        is_limited = match.likely < int(match.length * self._rules.factor)
+        self._limit_S[slot] = match.likely if is_limited else self._guess_SC.shape[1]
+        self._followed_S[slot] = 0
+        if match.text is row.text:
+            self._from_S[slot] = match.at
+        else:
+            row.past = match
+            self._guess_past(slot, match)
+
+    def _guess_past(self, slot: int, match: Match) -> bool:
+        """Guess what a past answer goes on with. False: it is over."""
+        followed, most = int(self._followed_S[slot]), self._guess_SC.shape[1]
+        most = most if followed else min(most, int(self._limit_S[slot]))
+        tokens = match.tokens(followed, most)
+        self._guess_SC[slot, : len(tokens)] = tokens
+        return bool(tokens)
 
     def _find(self, text: Text) -> Match | None:
         tail = text.tokens[-self._rules.depth :]
@@ -160,41 +224,52 @@ class Lookups:
                 return other
         return match
 
-    def _tokens_of(self, match: Match, row: _Row) -> list[int]:
-        """The continuation. At the end of the sequence itself it goes round, as in a loop."""
-        longest = self._continuations.longest
-        if not row.num_followed and match.likely < int(match.length * self._rules.factor):
-            longest = min(longest, match.likely)
-        tokens = match.tokens(row.num_followed, longest)
-        if 0 < len(tokens) < longest and match.text is row.text:
-            tokens = (tokens * (longest // len(tokens) + 1))[:longest]
-        return tokens
+    def _copy_guesses(self, slot_R: Rows, length_R: Longs) -> None:
+        """Of matches in the requests themselves. At the end of a sequence they go round, as in a
+        loop."""
+        from_R = self._from_S[slot_R]
+        has_R = from_R >= 0
+        slot_M, from_M, length_M = slot_R[has_R], from_R[has_R], length_R[has_R]
+        index_C = np.arange(self._guess_SC.shape[1])
+        at_MC = from_M[:, None] + index_C % (length_M - from_M)[:, None]
+        guess_MC = self._table.tokens_SL[slot_M[:, None], at_MC]
+        is_first_M = self._followed_S[slot_M] == 0
+        is_cut_MC = (index_C >= self._limit_S[slot_M][:, None]) & is_first_M[:, None]
+        self._guess_SC[slot_M] = np.where(is_cut_MC, -1, guess_MC)
 
-    def _offer(self, offers: Offers, slot: int, row: _Row, length: int, expected: float) -> None:
-        """Decide how much of the row's continuation a step may verify. The drafter is expected to
-        have `expected` drafts accepted instead."""
-        match, guess = row.match, row.guess
-        if match is None or not guess:
-            offers.add_none(slot, length)
-            return
-        rate = self._rate(row, match)
-        known = min(match.length + row.num_followed, self._rules.depth)
-        most = min(row.most, max(int((known + 1) * self._rules.factor), 1))
+    def _offer(self, slot_R: Rows, length_R: Longs) -> None:
+        """Decide how much of the continuations a step may verify. The drafter is expected to have
+        `expected_R` drafts accepted instead."""
+        has_R = self._guess_SC[slot_R, 0] >= 0
+        without = slot_R[~has_R]
+        self._continuations.drop_looked_up(without)
+        self._draft_lengths.is_sure_S[without] = False
+        slot_R, length_R = slot_R[has_R], length_R[has_R]
+        guess_RC = self._guess_SC[slot_R]
+        num_R = (guess_RC >= 0).sum(axis=1)
+        rate_R = self._rate(slot_R)
+        known_R = np.minimum(self._length_S[slot_R] + self._followed_S[slot_R], self._rules.depth)
+        most_R = np.maximum(((known_R + 1) * self._rules.factor).astype(np.int64), 1)
+        most_R = np.minimum(most_R, self._most_S[slot_R])
         if self._is_adaptive:
-            most = min(most, int(_LOG_WORTH / log(rate)))
-        least = _least(rate, expected) if expected else 1
-        if not 0 < least <= most:
-            offers.add_none(slot, length)
-            return
-        is_sure = rate >= SURE and most > expected and len(guess) == offers.longest
-        offers.add(slot, length, guess, (most, least), is_sure=is_sure)
+            most_R = np.minimum(most_R, (_LOG_WORTH / np.log(rate_R)).astype(np.int64))
+        expected_R = self._draft_lengths.expected()[slot_R].astype(np.float64)
+        least_R = least_drafts(rate_R, expected_R)
+        is_offered_R = (least_R > 0) & (least_R <= most_R)
+        is_sure_R = is_offered_R & (rate_R >= SURE) & (most_R > expected_R)
+        is_sure_R &= num_R == guess_RC.shape[1]
+        end_R = np.where(is_offered_R, length_R + num_R, 0)
+        self._continuations.offer_all(Offers(slot_R, length_R, guess_RC, end_R, most_R, least_R))
+        self._draft_lengths.is_sure_S[slot_R] = is_sure_R
 
-    def _rate(self, row: _Row, match: Match) -> float:
-        """How often a token of this continuation is right if those before it are."""
-        known, own = min(match.length, LONGEST_RATED), row.rate
-        of_all = self._rates[known]
-        rate = (own.right + TRUST * of_all.right / of_all.tried) / (own.tried + TRUST)
-        return min(max(rate, 0.001), 0.999)
+    def _rate(self, slot_R: Rows) -> Doubles:
+        """How often a token of each continuation is right if those before it are."""
+        known_R = np.minimum(self._length_S[slot_R], LONGEST_RATED)
+        of_all_R = self._rates.right_N[known_R] / self._rates.tried_N[known_R]
+        own = self._row_rates
+        rate_R = (own.right_N[slot_R] + TRUST * of_all_R) / (own.tried_N[slot_R] + TRUST)
+        clipped_R: Doubles = rate_R.clip(0.001, 0.999)
+        return clipped_R
 
 
 # Links, keys and tokens of remembered answers in one replica.
@@ -212,17 +287,10 @@ def _rules(config: SpeculativeConfig) -> LookupRules:
     )
 
 
-def _num_equal(one: list[int], other: list[int]) -> int:
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
-
-
-def _least(rate: float, expected: float) -> int:
-    """The fewest drafts, each right with this rate, of which more than `expected` are right in a
-    row on average; 0: there is no such number."""
-    left = 1.0 - expected * (1.0 - rate) / rate
-    if left <= 0.0:
-        return 0
-    return max(ceil(log(left) / log(rate)), 1)
+def least_drafts(rate_R: Doubles, expected_R: Doubles) -> Longs:
+    """The fewest drafts, each right with this rate, of which more than expected are right in a row
+    on average; 0: there is no such number."""
+    left_R = 1.0 - expected_R * (1.0 - rate_R) / rate_R
+    count_R = np.ceil(np.log(np.maximum(left_R, 1e-300)) / np.log(rate_R))
+    least_R: Longs = np.where(left_R > 0.0, np.maximum(count_R, 1.0), 0.0).astype(np.int64)
+    return least_R

@@ -5,7 +5,6 @@ Never sees a device or text. It reads no token of a step in flight, only bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -234,27 +233,31 @@ class Scheduler:
         host_drafts, is_forced_R = self.continuations.drafts(slots, k_B)
         samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
         k = int(k_B.max()) if len(slots) else 0
-        draft_k = self._draft_lengths.proposed(self._draft_k_S, slots)
+        draft_k_B = self._draft_lengths.proposed(self._draft_k_S, slots)
         if chunks:
+            more_k: list[int] = []
             wanted_S = self._wanted_drafts(self.num_steps, samples_S)
             for row, (live, _) in enumerate(chunks, len(slots)):
                 is_final = live.num_launched == len(live.tokens)
                 samples_B[row] = samples_S[live.slot] = is_final
+                more_k.append(int(wanted_S[live.slot]) if is_final else 0)
                 if is_final:
                     width_S[live.slot] = 1
                     table.last_S[live.slot] = live.max_len - 1
                     self._pages.set_room(live)
                     self._constraints.begin(live)
-                    draft_k = max(draft_k, int(wanted_S[live.slot]))
                     del self._requests.prefilling[live.uid]
             slots = _extended(slots, [live.slot for live, _ in chunks])
             k_B = _extended(k_B, [0] * len(chunks))
+            draft_k_B = _extended(draft_k_B, more_k)
             query_len_B = _extended(query_len_B, [length for _, length in chunks])
             bound_B = _extended(bound_B, [live.num_launched for live, _ in chunks])
+        draft_k = int(draft_k_B.max(initial=0))
         plan = StepPlan(
             step=self.num_steps,
             k=max(k, draft_k),
             draft_k=draft_k,
+            draft_k_B=draft_k_B,
             uid_B=table.uid_S.take(slots),
             slot_B=slots.astype(np.int32),
             query_len_B=query_len_B,
@@ -284,7 +287,7 @@ class Scheduler:
         if self._marks is not None:
             for slot, marks in self._marks.passed(flight, result):
                 self._pages.register_passed(self._requests.owner(slot), marks)
-        self._draft_lengths.learn(flight.slots, plan.k_B, result, taken.keys())
+        self._draft_lengths.learn(flight.slots, plan.k_B, result, taken)
         if self._draft_lengths.is_auto:
             slots = flight.slots[plan.samples_B & (flight.slots != table.num_slots)]
             kv_tokens = int(table.committed_S[slots].sum())
@@ -294,7 +297,7 @@ class Scheduler:
         if np.count_nonzero(result.done_B):
             for slot in flight.slots[result.done_B.nonzero()[0]].tolist():
                 if slot != table.num_slots:
-                    self._allocator.end(self._requests.owner(slot))
+                    self._allocator.end(self._requests.owner(slot), is_complete=True)
         self._allocator.lookups.commit(flight, result)
         if self.info.kv_window is not None:
             self._pages.free_behind_window(self._requests.running())
@@ -335,7 +338,7 @@ class Scheduler:
         """Masks of a plan with late rows; every earlier result has been committed."""
         flight = self.table.in_flight[0]
         assert flight.plan is plan, "masks before the previous commit"
-        return self._constraints.masks(plan, self.continuations.taken(flight))
+        return self._constraints.masks(plan, self.continuations.taken_tokens(flight))
 
     # ---- figures
 
@@ -385,15 +388,14 @@ class Scheduler:
         return count
 
 
-def _num_forced(taken: Mapping[int, Ints], flight: Flight, result: StepResult) -> Ints:
+def _num_forced(taken: Rows, flight: Flight, result: StepResult) -> Ints:
     """Forced tokens among the drafts that each row accepted."""
     forced_B: Ints = np.zeros(len(result.uid_B), np.int32)
-    if taken:
+    if len(taken) and any(flight.is_forced_R):
         host = flight.plan.host_drafts
         assert host is not None
-        for row, is_forced in zip(host.row_R.tolist(), flight.is_forced_R, strict=True):
-            if is_forced and row in taken:
-                forced_B[row] = result.num_accepted_B[row]
+        rows = np.intersect1d(host.row_R[flight.is_forced_R], taken)
+        forced_B[rows] = result.num_accepted_B[rows]
     return forced_B
 
 

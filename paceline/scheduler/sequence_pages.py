@@ -42,6 +42,7 @@ class SequencePages:
             self.cache.on_forget = self.marks.pool.forget
         self._max_model_len = info.max_model_len
         self._lookahead = info.draft_lookahead
+        self._num_late = info.max_late_drafter_rows
         self._window = info.kv_window
         # Positions past the newest token that a step (window and drafter) may write.
         self._overhang = info.max_k + info.draft_lookahead
@@ -176,13 +177,14 @@ class SequencePages:
         self._append_slots, self._append_indices, self._append_pages = [], [], []
         return appends
 
-    def release(self, live: LiveRequest) -> None:
+    def release(self, live: LiveRequest, *, is_complete: bool) -> None:
         """The request leaves its slot: its pages become free, or idle in the prefix cache.
+        `is_complete`: the device has ended it.
 
         Steps in flight may still write them. That is safe: the next owner's steps are launched
         later and run after them.
         """
-        self._register_committed(live)
+        self._register_committed(live, 0 if is_complete else self._num_late)
         if self.marks is not None:
             self.marks.leave(live.slot)
         self.pool.release(live.pages[live.num_freed :])
@@ -257,14 +259,15 @@ class SequencePages:
         fresh, self._fresh_pages = self._fresh_pages, []
         return fresh
 
-    def _register_committed(self, live: LiveRequest) -> None:
+    def _register_committed(self, live: LiveRequest, num_late: int) -> None:
         """Output pages are registered when the request leaves its slot; earlier a hit is unlikely.
-        Pages whose positions are all below the committed length - 1 are complete. Before the last
+        Pages whose positions are all below the committed length - 1 are complete, except that the
+        drafter may lack the last `num_late`. Before the last
         chunk is launched there is no output, and prompt pages are registered already."""
         slot = live.slot
         if live.num_launched < len(live.tokens):
             return
-        num_full = (int(self._table.committed_S[slot]) - 1) // self.page_size
+        num_full = (int(self._table.committed_S[slot]) - 1 - num_late) // self.page_size
         if num_full > live.num_hashed:
             self._register(live, self._table.tokens_SL[slot], num_full)
 

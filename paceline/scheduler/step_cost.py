@@ -17,8 +17,8 @@ from paceline.step import Floats
 
 Doubles = npt.NDArray[np.float64]
 
-# Time grows with each of these: a constant, tokens, tokens beyond each knot, draft passes, rows of
-# draft passes, KV tokens. So the fit is monotone and, in tokens, piecewise linear and convex.
+# Time grows with each of these: a constant, tokens, tokens beyond each knot, draft passes, drafts
+# that they make, KV tokens. So the fit is monotone and, in tokens, piecewise linear and convex.
 KNOTS = (8.0, 32.0, 128.0, 512.0, 2048.0)
 # Shares before any step was measured, against the constant. Fixed shapes mean a GPU, where few
 # tokens cost nearly nothing.
@@ -44,11 +44,11 @@ class StepCost:
         self._unit_s = 0.0  # seconds of the prior's constant; 0: nothing was measured
         self.num_measured = 0
 
-    def measured(self, seconds: float, tokens: int, rows: int, k: int, kv_tokens: int) -> None:
-        """A step of this size took so long."""
+    def measured(self, seconds: float, tokens: int, k: int, drafts: int, kv_tokens: int) -> None:
+        """A step of this size, with k draft passes that made `drafts`, took so long."""
         if seconds <= 0.0:
             return
-        size_F = self._sizes(np.array([tokens]), rows, k, kv_tokens)[0]
+        size_F = self._sizes(np.array([tokens]), k, drafts, kv_tokens)[0]
         if not self._unit_s:
             self._unit_s = seconds / float(size_F.sum())
         expected = float(size_F @ self._share_F) or 1.0
@@ -56,7 +56,8 @@ class StepCost:
         size_F /= expected
         prior = _TRUST * (1.0 - _FADE)  # the prior itself does not fade
         self._gram_FF *= _FADE
-        self._gram_FF += np.outer(size_F, size_F) + np.eye(len(size_F)) * prior
+        self._gram_FF += size_F[:, None] * size_F
+        self._gram_FF.flat[:: len(size_F) + 1] += prior
         self._moment_F *= _FADE
         self._moment_F += size_F * ratio + prior
         self.num_measured += 1
@@ -75,26 +76,23 @@ class StepCost:
         self._share_F[:] = 0.0
         self._share_F[used] = share_F
 
-    def times(self, tokens_N: Any, rows: int, k: int, kv_tokens: int = 0) -> Doubles:
-        """Time of steps of these numbers of tokens; in seconds once a step was measured."""
-        return (
-            self._sizes(np.asarray(tokens_N), rows, k, kv_tokens)
-            @ self._share_F
-            * (self._unit_s or 1.0)
-        )
+    def times(self, tokens_N: Any, k: int, drafts_N: Any, kv_tokens: int = 0) -> Doubles:
+        """Time of steps of these sizes; in seconds once a step was measured."""
+        size_NF = self._sizes(np.asarray(tokens_N), k, drafts_N, kv_tokens)
+        return size_NF @ self._share_F * (self._unit_s or 1.0)
 
     def of_one_more(self, tokens: int) -> float:
         """Time that one more token adds to a step of this many."""
-        before, after = self.times([tokens, tokens + 1], 1, 0).tolist()
+        before, after = self.times([tokens, tokens + 1], 0, 0).tolist()
         return float(after - before)
 
-    def _sizes(self, tokens_N: Any, rows: int, k: int, kv_tokens: int) -> Doubles:
+    def _sizes(self, tokens_N: Any, k: int, drafts_N: Any, kv_tokens: int) -> Doubles:
         size_NF = np.empty((len(tokens_N), len(self._prior_F)))
         size_NF[:, 0] = 1.0
         size_NF[:, 1] = tokens_N
         for f, knot in enumerate(KNOTS, 2):
             size_NF[:, f] = np.maximum(tokens_N - knot, 0.0)
-        size_NF[:, -3:] = k, k * rows, kv_tokens
+        size_NF[:, -3], size_NF[:, -2], size_NF[:, -1] = k, drafts_N, kv_tokens
         return size_NF * self._prior_F
 
 
@@ -127,20 +125,24 @@ def choose(
     as wide as the widest, so the drafts of narrower ones are free.
     """
     rows = len(survival_RK)
-    best = Choice(0, 1.0, rows / float(cost.times([rows], rows, 0, kv_tokens)[0]))
+    # Time by the number of admitted drafts; passes are added below.
+    drafts_N = np.arange(survival_RK.size + 1)
+    time_N = cost.times(rows + drafts_N, 0, drafts_N, kv_tokens)
+    with_pass, without = cost.times([rows], 1, 0)[0], cost.times([rows], 0, 0)[0]
+    best = Choice(0, 1.0, rows / float(time_N[0]))
     for k in ks[1:]:
         if is_padded:
-            gain_N: Any = [survival_RK[:, :k].sum()]
-            least_N: Any = [_LEAST]
-            tokens_N: Any = [rows * (k + 1)]
+            least_N: Any = np.array([_LEAST])
+            gain_N: Any = survival_RK[:, :k].sum()
+            own_N = time_N[[rows * k]]
         else:
-            least_N = -np.sort(-survival_RK[:, :k], axis=None)
-            least_N = least_N[least_N >= _LEAST]
-            gain_N = np.cumsum(least_N, dtype=np.float64)
-            tokens_N = rows + 1 + np.arange(len(least_N))
+            least_N = np.sort(survival_RK[:, :k], axis=None)[::-1]
+            least_N = least_N[: np.count_nonzero(least_N >= _LEAST)]
+            gain_N = least_N.cumsum(dtype=np.float64)
+            own_N = time_N[1 : 1 + len(least_N)]
         if not len(least_N):
             continue
-        rate_N = (rows + np.asarray(gain_N)) / cost.times(tokens_N, rows, k, kv_tokens)
+        rate_N = (rows + gain_N) / (own_N + k * (with_pass - without))
         at = int(rate_N.argmax())
         if rate_N[at] > best.rate:
             best = Choice(k, float(least_N[at]), float(rate_N[at]))

@@ -74,6 +74,11 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def ends_as_before(self) -> bool:
+        """Whether the last tokens, as many as a key has, were there before."""
+        return bool(self._links) and self._links[-1] >= 0
+
     def extend(self, more: Sequence[int]) -> None:
         if len(more) > _MANY:
             self._extend_sorted(np.array(more, np.int64))

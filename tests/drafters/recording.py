@@ -52,7 +52,7 @@ class PlainDrafts:
 
 @dataclass
 class Drafted:
-    """One row of one step: committed tokens, the step's K, and the slot's drafts after it."""
+    """One row of one step: committed tokens, the row's K, and the slot's drafts after it."""
 
     tokens: list[int]
     k: int
@@ -121,9 +121,10 @@ def recorded(
         if is_fixed:
             goes_on_B = (step.rows.windows.width_B > 0) & (slots.done_S[slot_B.long()] == 0)
             slot_B = slot_B[goes_on_B]
-        for slot in slot_B.tolist():
+        ks = [step.k] * len(slot_B) if is_fixed else step.k_D.tolist()
+        for slot, k in zip(slot_B.tolist(), ks, strict=True):
             tokens = slots.tokens_SL[slot, : int(slots.num_tokens_S[slot])].tolist()
-            recording.seen.append(Drafted(tokens, step.k, slots.drafts_SK[slot].tolist()))
+            recording.seen.append(Drafted(tokens, k, slots.drafts_SK[slot].tolist()))
 
     with patch.object(kind, "store", listening):
         try:

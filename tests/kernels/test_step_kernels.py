@@ -297,6 +297,7 @@ def test_a_draft_model_first_computes_what_it_does_at_true_lengths(seed: int) ->
     last_B = unwritten(CPU, padded.shape.rows)
     own_rows(world.ring, scene.layout, padded, world.state, batch, last_B, PAGE_SIZE)
     expected = world.compact.own(1)
+    assert expected is not None
     is_owned_T = torch.zeros(len(batch.token_T), dtype=torch.bool)
     alive = []
     for row, theirs in zip(world.plan_rows, rows_of(expected.inputs), strict=True):
@@ -323,7 +324,9 @@ def test_shifted_tokens_are_the_committed_ones_one_further_on(seed: int) -> None
     padded = world.padded
     token_T = unwritten(CPU, padded.shape.tokens)
     shifted_tokens(padded, world.state, token_T)
-    expected = world.compact.shifted(1).inputs
+    first = world.compact.shifted(1)
+    assert first is not None
+    expected = first.inputs
     is_known_T = torch.zeros(len(token_T), dtype=torch.bool)
     for row, theirs in zip(world.plan_rows, rows_of(expected), strict=True):
         start = int(padded.batch.row_start_B[row])
@@ -367,6 +370,7 @@ def test_a_block_drafters_pass_is_what_it_is_at_true_lengths(seed: int, first_ou
 @SCENES
 def test_a_drafters_next_pass_computes_its_last_drafts(seed: int, is_shifted: bool) -> None:
     world = advanced(seed)
+    world.compact.k = STORED_DRAFTS
     num_rows, drafting = world.padded.shape.rows, drafting_rows(world)
     assert_equal(world.compact.slot_B, world.padded.batch.slot_B[drafting])
     token_B = torch.randint(VOCAB, (num_rows,), generator=torch.Generator().manual_seed(seed))
@@ -386,10 +390,11 @@ def test_a_drafters_next_pass_computes_its_last_drafts(seed: int, is_shifted: bo
         assert (batch.page_slot_T[others] == -1).all()
 
 
-@pytest.mark.parametrize("k", [0, 2, STORED_DRAFTS])
+@pytest.mark.parametrize("k", [1, 2, STORED_DRAFTS])
 @SCENES
 def test_drafts_are_stored_for_rows_that_go_on_and_for_no_other(seed: int, k: int) -> None:
     world = advanced(seed)
+    world.compact.k = k
     draft_BK = torch.randint(-1, VOCAB, (world.padded.shape.rows, k), dtype=torch.int32)
     store_drafts(draft_BK, world.padded, world.state, is_onehot=seed % 3 == 0)
     assert_equal(world.compact.slot_B, world.padded.batch.slot_B[drafting_rows(world)])

@@ -171,6 +171,9 @@ class OneSequence:
     def slot_B(self) -> Tensor:
         return torch.tensor([1])
 
+    def num_drafting(self, j: int) -> int:
+        return 1
+
     def shifted(self, group_size: int) -> DraftPass:
         return self._first(LENGTH - 1, group_size, 1)
 

@@ -315,7 +315,7 @@ class AutoCrowd(Crowd):
         for slot in range(rows):
             self.lengths.start(slot, None)
         for tokens in range(rows, rows * (K + 1), rows):
-            self.lengths._rank.cost.measured(tokens * 0.7e-6 + 0.3e-6 * rows, tokens, rows, 0, 0)
+            self.lengths._rank.cost.measured(tokens * 0.7e-6 + 0.3e-6 * rows, tokens, 0, 0, 0)
         self.number = AUTO_PERIOD + 2
         self.rows = np.arange(rows)
         self.seen_k: set[int] = set()

@@ -32,7 +32,7 @@ def cost_of(base: float, token: float, per_pass: float = 0.0, steps: int = 400) 
     for number in range(steps):
         rows, k = 1 + number % 17, number * 5 % (K + 1)
         tokens = rows * (k + 1)
-        cost.measured(base + token * tokens + per_pass * k, tokens, rows, k, 100 * rows)
+        cost.measured(base + token * tokens + per_pass * k, tokens, k, rows * k, 100 * rows)
     return cost
 
 
@@ -48,10 +48,11 @@ def test_times_meet_what_was_measured_and_never_fall() -> None:
     cost = cost_of(base=8e-3, token=0.5e-3, per_pass=0.4e-3)
     for rows, k in ((1, 0), (1, 7), (8, 3), (16, 0), (16, 7)):
         expected = 8e-3 + 0.5e-3 * rows * (k + 1) + 0.4e-3 * k
-        assert cost.times([rows * (k + 1)], rows, k, 100 * rows)[0] == pytest.approx(expected, 0.15)
-    assert (np.diff(cost.times(np.arange(1, 300), 16, 3)) >= 0).all()
-    for more in ({"k": 4}, {"kv_tokens": 9000}):
-        sizes = {"rows": 16, "k": 3, "kv_tokens": 100}
+        found = cost.times([rows * (k + 1)], k, rows * k, 100 * rows)[0]
+        assert found == pytest.approx(expected, 0.15)
+    assert (np.diff(cost.times(np.arange(1, 300), 3, 48)) >= 0).all()
+    for more in ({"k": 4}, {"drafts_N": 60}, {"kv_tokens": 9000}):
+        sizes = {"k": 3, "drafts_N": 48, "kv_tokens": 100}
         assert cost.times([40], **(sizes | more))[0] >= cost.times([40], **sizes)[0]
 
 
@@ -59,24 +60,24 @@ def test_a_curve_that_is_flat_first_and_rises_later_is_found() -> None:
     cost = StepCost(is_fixed=True)
     for number in range(600):
         tokens = int(2 ** (number % 11))
-        cost.measured(10e-3 + 50e-6 * max(tokens - 128, 0), tokens, 1, 0, 0)
+        cost.measured(10e-3 + 50e-6 * max(tokens - 128, 0), tokens, 0, 0, 0)
     assert cost.of_one_more(16) < 10e-6
     assert 35e-6 < cost.of_one_more(1024) < 65e-6
 
 
 def test_before_a_step_was_measured_there_is_a_prior() -> None:
     cost = StepCost()
-    assert cost.times([4], 1, 3)[0] > cost.times([1], 1, 0)[0] > 0
-    cost.measured(0.0, 1, 1, 0, 0)  # a device that tells no times
+    assert cost.times([4], 3, 3)[0] > cost.times([1], 0, 0)[0] > 0
+    cost.measured(0.0, 1, 0, 0, 0)  # a device that tells no times
     assert cost.num_measured == 0
 
 
 def test_a_few_disturbed_steps_change_little() -> None:
     cost = cost_of(base=8e-3, token=0.5e-3)
-    before = cost.times([8], 2, 3, 200)[0]
+    before = cost.times([8], 3, 6, 200)[0]
     for _ in range(5):
-        cost.measured(4.0, 8, 2, 3, 200)
-    assert cost.times([8], 2, 3, 200)[0] < 1.3 * before
+        cost.measured(4.0, 8, 3, 6, 200)
+    assert cost.times([8], 3, 6, 200)[0] < 1.3 * before
 
 
 # ---- the choice
@@ -100,7 +101,7 @@ def test_the_choice_is_the_best_of_all(per_pass: float) -> None:
     best, best_k = 0.0, (0, 0, 0)
     for ks in np.ndindex(K + 1, K + 1, K + 1):
         gain = 3 + sum(float(survival_RK[row, :k].sum()) for row, k in enumerate(ks))
-        rate = gain / float(cost.times([3 + sum(ks)], 3, max(ks))[0])
+        rate = gain / float(cost.times([3 + sum(ks)], max(ks), sum(ks))[0])
         if rate > best:
             best, best_k = rate, ks
     choice = choose(survival_RK, cost, KS)
@@ -248,9 +249,9 @@ def test_one_step_of_a_period_measures_what_no_drafts_cost() -> None:
 def test_steps_with_prompts_have_fewer_drafts_where_full_steps_are_slow() -> None:
     draft, cost = lengths()
     for _ in range(40):
-        cost.measured(2.0, 2048, 1, 0, 0)
-        cost.measured(0.01, 4, 4, 0, 0)
-        cost.measured(0.0101, 32, 4, 7, 0)
+        cost.measured(2.0, 2048, 0, 0, 0)
+        cost.measured(0.01, 4, 0, 0, 0)
+        cost.measured(0.0101, 32, 7, 28, 0)
     draft._rank.decide(draft._allowed(np.arange(4)), 0)
     draft._set_auto(np.arange(4))
     assert draft.wanted(5, 4).min() > draft.wanted(5, 4, is_mixed=True).max()

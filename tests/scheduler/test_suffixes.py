@@ -6,9 +6,10 @@ import random
 import tracemalloc
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from paceline.scheduler.lookups import _least
+from paceline.scheduler.lookups import least_drafts
 from paceline.scheduler.suffixes import MOST_OCCURRENCES, LookupRules, PastAnswers, Text
 
 
@@ -136,7 +137,7 @@ def test_a_continuation_must_be_long_enough_to_beat_the_drafter(
     def right(count: int) -> float:
         return sum(rate**j for j in range(1, count + 1))
 
-    least = _least(rate, expected)
+    least = int(least_drafts(np.array([rate]), np.array([expected]))[0])
     if not least:
         assert right(10_000) <= expected
     else:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.kernels.rng import numpy as np_rng
 from paceline.kernels.rng import reference as rng
 from paceline.kernels.rows import Integers, LogitRows, WindowRows
 from paceline.kernels.sampling.numpy import (
@@ -140,12 +141,17 @@ def accept_by_rate(
 ) -> Tensor:
     """bool [N]: synthetic acceptance. Each draft is accepted with the chance that its slot's
     request has at its position."""
-    rows = windows.logit_rows
-    unit_M = rng.uniform(seed_S2[rows.slot_M], rows.position_M, rng.ACCEPT)
-    offset_M = rows.offset_M.clamp(max=rates_SK.shape[1])
-    rate_M = torch.nn.functional.pad(rates_SK, (0, 1))[rows.slot_M, offset_M]
+    slot_B, first_B, width_B, length_B, draft_BK = windows.arrays
+    ok_N = np.zeros(num_logits, np.bool_)
+    k = min(draft_BK.shape[1], rates_SK.shape[1])  # others have no rate
     # -1 is no draft, so no rate can accept it.
-    return rows.spread((unit_M < rate_M) & (rows.own_draft_M >= 0), num_logits)
+    is_draft_BK = (draft_BK[:, :k] >= 0) & (np.arange(k) < width_B[:, None])
+    row_D, offset_D = is_draft_BK.nonzero()
+    if len(row_D):
+        slot_D, position_D = slot_B[row_D], torch.from_numpy(length_B[row_D] + offset_D)
+        unit_D = np_rng.uniform(seed_S2[slot_D], position_D, rng.ACCEPT).numpy()
+        ok_N[first_B[row_D] + offset_D] = unit_D < rates_SK.numpy()[slot_D, offset_D]
+    return torch.from_numpy(ok_N)
 
 
 def judge(

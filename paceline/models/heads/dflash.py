@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.kernels.step_rows import BlockLayout
-from paceline.layers.attention import BlockPass, GroupedAttention, WantedEntries
+from paceline.layers.attention import BlockPass, WantedEntries
 from paceline.layers.linear import Linear
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.config_json import Config, refuse_quantised, value_of
@@ -44,7 +44,6 @@ from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource
 from paceline.parallel.groups import ALONE, Groups
 from paceline.speculation import SpeculativeConfig
-from paceline.state.pages import LayerPages
 from paceline.state.recurrent import LayerStorage
 
 _HEAD = "model.lm_head.weight"
@@ -226,7 +225,8 @@ class DFlashModel:
         context_TD = kernels.rms_norm(fused_TD, self.context_norm, eps)
         rotation_TH = stack.rotation.index_select(0, inputs.position_T)
         if not len(batch.offset_E):
-            self._store(context_TD, rotation_TH, batch, pages)
+            for layer, storage in zip(stack.layers, pages, strict=True):
+                layer.attention.store(context_TD, rotation_TH, inputs, storage)
             return context_TD[:0]
         wanted = self._wanted(batch)
         token_ED = self.embedding(inputs.token_T[batch.num_committed :])
@@ -279,22 +279,6 @@ class DFlashModel:
                 stack.kernels.prepare_attention(part, num_entries, stack.spec.num_kv_heads)
             found[kind] = WantedEntries(entry_E, part)
         return found
-
-    def _store(
-        self,
-        context_TD: Tensor,
-        rotation_TH: Tensor,
-        batch: BlockPass,
-        pages: Sequence[LayerStorage],
-    ) -> None:
-        """Keys and values of the context alone."""
-        for layer, storage in zip(self.stack.layers, pages, strict=True):
-            attention = layer.attention
-            assert isinstance(attention, GroupedAttention)
-            assert isinstance(storage, LayerPages)
-            caches = (storage.key_NSH, storage.value_NSH, batch.inputs.page_slot_T)
-            qkv_TD = attention.qkv(context_TD)
-            attention.kernels.place_heads(qkv_TD, rotation_TH, attention.head_norms, *caches)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self.spec.scales.of_logits(self.lm_head(hidden_ND).float())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paceline.errors import CheckpointError
 from paceline.models.config_json import Config
 from paceline.models.heads.base import HeadSpec
 from paceline.models.heads.block_config import is_dflash, is_dspark, refuse_by_name
-from paceline.models.heads.dflash import read_dflash
+from paceline.models.heads.dflash import DFlashSpec, read_dflash
 from paceline.models.heads.eagle import read_eagle
 from paceline.models.heads.eagle3 import is_eagle3, read_eagle3
 from paceline.models.heads.mtp import read_mtp
 from paceline.models.heads.pard import is_pard, read_pard
-from paceline.models.heads.peagle import is_peagle, read_peagle
+from paceline.models.heads.peagle import PEagleSpec, is_peagle, read_peagle
 from paceline.models.spec import ModelSpec
 from paceline.speculation import SpeculativeConfig
 
@@ -54,3 +55,18 @@ def pick_method(name: str, config: Config, options: SpeculativeConfig) -> str:
     title = HEADS[marked].title
     article = "an" if title.startswith("E") else "a"
     raise CheckpointError(f'{name!r} is {article} {title} head: give "method": "{marked}".')
+
+
+def with_layers(head: Any, layers: ModelSpec) -> HeadSpec:
+    """The head with other layers, which have a window."""
+    changes: dict[str, Any] = {"layers": layers}
+    if isinstance(head, PEagleSpec):
+        changes = {"eagle": replace(head.eagle, layers=layers)}
+    elif isinstance(head, DFlashSpec):
+        window = layers.sliding_window
+        assert window is not None
+        changes["kinds"] = tuple(
+            x._replace(window=min(window, x.window or window)) for x in head.kinds
+        )
+    changed: HeadSpec = replace(head, **changes)
+    return changed

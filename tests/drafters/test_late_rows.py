@@ -1,0 +1,127 @@
+"""Passes that a drafter puts off for rows without drafts leave no trace in later drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from paceline.drafters.autoregressive import AutoregressiveDrafter, FeatureHead
+from paceline.runner.platform_cpu import MOST_LATE
+from tests.drafters.recording import Recording, recorded
+from tests.e2e.engines import head
+from tests.e2e.ladder import PROMPTS, Workshop
+from tests.e2e.loop import add_all, finish, request
+
+LONG = PROMPTS[6]  # 230 tokens
+# One request drafts, two do not.
+ALONE_ONLY = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+
+
+@pytest.fixture(params=["eagle", "mtp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The layers of an mtp head are fused on the CPU, those of an eagle head are not."""
+    return str(request.param)
+
+
+def check(seen: Recording, workshop: Workshop, kind: str) -> None:
+    seen.check(workshop.target("llama"), workshop.head("llama", kind))
+
+
+def test_rows_without_drafts_are_computed_together(workshop: Workshop, kind: str) -> None:
+    """Passes: of the prompt, whenever there is no room for one more entry, of the last step."""
+    sizes: list[int] = []
+    first = FeatureHead.first
+
+    def counted(self: FeatureHead, batch: Any, target_TD: Any) -> Any:
+        sizes.append(len(batch.inputs.token_T))
+        return first(self, batch, target_TD)
+
+    params = {"num_speculative_tokens": 0, "ignore_eos": True, "max_tokens": 2 * MOST_LATE + 8}
+    # The last pass comes after the last result; to close the engine waits for it.
+    with (
+        patch.object(FeatureHead, "first", counted),
+        recorded(workshop, head(workshop, kind, 3), max_num_seqs=1) as seen,
+    ):
+        sizes.clear()  # of the warm-up
+        seen.run([request(0, LONG[:30], **params)])
+    assert sizes == [30, MOST_LATE + 1, MOST_LATE + 1, 5]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_drafts_begin_again_after_steps_without(workshop: Workshop, kind: str, depth: int) -> None:
+    """Two requests run without drafts; when the first is over, the other gets some. Then a third
+    one finds the pages of both."""
+    spec = head(workshop, kind, 3, **ALONE_ONLY)
+    with recorded(workshop, spec, max_num_seqs=2, block_size=4, run_ahead=depth) as seen:
+        lengths = (MOST_LATE + 5, MOST_LATE + 25)
+        two = [request(i, LONG[9 * i :][:30], ignore_eos=True, max_tokens=n)
+               for i, n in enumerate(lengths)]  # fmt: skip
+        seen.run(two)
+        assert seen.seen
+        for uid in (0, 1):
+            said = [*LONG[9 * uid :][:30], *seen.published[uid]]
+            seen.run([request(10 + uid, [*said, 9], ignore_eos=True, max_tokens=6)])
+        assert seen.engine.scheduler.num_hit_tokens >= 2 * 30
+        check(seen, workshop, kind)
+
+
+def test_pages_of_an_aborted_request_end_before_what_was_put_off(
+    workshop: Workshop, kind: str
+) -> None:
+    spec = head(workshop, kind, 3, **ALONE_ONLY)
+    with recorded(workshop, spec, max_num_seqs=2, block_size=4) as seen:
+        engine = seen.engine
+        params = {"ignore_eos": True, "max_tokens": 60, "num_speculative_tokens": 0}
+        add_all(engine, [request(0, LONG[:30], **params)])
+        while len(seen.published.get(0, ())) < MOST_LATE - 2:
+            engine.turn()
+        engine.scheduler.abort(0)
+        finish(engine)
+        said = [*LONG[:30], *seen.published[0]]
+        seen.run([request(1, [*said, 9], ignore_eos=True, max_tokens=6)])
+        # The prompt's pages, and none of those whose entries the head had not computed.
+        assert engine.scheduler.num_hit_tokens == 28
+        check(seen, workshop, kind)
+
+
+def test_preempted_requests_draft_as_if_nothing_had_happened(workshop: Workshop, kind: str) -> None:
+    prompts = [LONG[start : start + 50] for start in (0, 50, 100)]
+    requests = [request(i, p, ignore_eos=True, max_tokens=50) for i, p in enumerate(prompts)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 33, "block_size": 4, "max_model_len": 128}
+    spec = head(workshop, kind, 3, **ALONE_ONLY)
+    with recorded(workshop, spec, max_num_seqs=2, **options) as seen:
+        seen.run(requests)
+        assert seen.engine.scheduler.num_preemptions > 0
+        assert seen.seen
+        seen.check(workshop.target("llama"), workshop.head("llama", kind), 128)
+
+
+def test_nothing_is_put_off_where_pages_go_while_a_request_runs(workshop: Workshop) -> None:
+    """Pages behind a window may belong to others when the pass comes."""
+    folder = workshop.head_folder("mixtral-window", "mtp")
+    with recorded(workshop, head(workshop, "mtp", 3), model=folder) as seen:
+        assert seen.runner.info.kv_window is not None
+        assert seen.runner.info.max_late_drafter_rows == 0
+    with recorded(workshop, head(workshop, "mtp", 3)) as seen:
+        assert seen.runner.info.max_late_drafter_rows == MOST_LATE
+
+
+def test_each_row_makes_its_own_number_of_drafts(workshop: Workshop) -> None:
+    """Rows leave the passes one after the other."""
+    widths: list[list[int]] = []
+    propose = AutoregressiveDrafter.propose
+
+    def listening(self: AutoregressiveDrafter, step: Any) -> None:
+        propose(self, step)
+        widths.append([step.num_drafting(j) for j in range(step.k)])
+
+    with (
+        patch.object(AutoregressiveDrafter, "propose", listening),
+        recorded(workshop, head(workshop, "eagle", 5), max_num_seqs=4) as seen,
+    ):
+        seen.run([request(i, LONG[i : 20 + i], ignore_eos=True, num_speculative_tokens=k)
+                  for i, k in enumerate((2, 0, 5, 1))])  # fmt: skip
+        check(seen, workshop, "eagle")
+    assert [3, 2, 1, 1, 1] in widths
