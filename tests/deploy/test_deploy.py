@@ -114,7 +114,7 @@ def test_the_ray_serve_application_names_what_its_file_has() -> None:
     _, *flags = application["args"]["flags"]
     given = dict(flag.partition("=")[::2] for flag in flags)
     assert given.keys() <= FLAGS
-    assert deployment["graceful_shutdown_timeout_s"] > int(given["--drain-timeout-s"])
+    assert deployment["graceful_shutdown_timeout_s"] > int(given["--drain-timeout"])
 
 
 def test_pod_and_unit_wait_longer_than_the_drain_timeout() -> None:
