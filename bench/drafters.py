@@ -39,6 +39,8 @@ def drafters(k: int, head: str | None = None) -> dict[str, dict[str, Any] | None
     if head is not None:
         found["eagle"] = spec("eagle", model=head)
         found["suffix + eagle"] = spec(["suffix", "eagle"], model=head)
+        auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": k}
+        found["suffix + eagle, auto"] = spec(["suffix", "eagle"], model=head) | auto
     return found
 
 

@@ -32,8 +32,11 @@ def answered(num_prompts: int, num_tokens: int, threads: int) -> list[list[int]]
     return found
 
 
-def train(head: PlainEagle, target: Any, texts: list[list[int]], num_steps: int) -> None:
-    """One text after the other: the next token from the target's features, then from its own."""
+def train(
+    head: PlainEagle, target: Any, texts: list[list[int]], num_steps: int, num_tokens: int
+) -> None:
+    """One text after the other: the next token from the target's features, then from its own. Of
+    each text the last `num_tokens` count, which are the answer."""
     known = [(features(target, text), torch.tensor(text)) for text in texts]
     learned = [w.mul_(0.1).requires_grad_() for w in head.learned()]
     for name, weight in head.weights.items():
@@ -48,13 +51,14 @@ def train(head: PlainEagle, target: Any, texts: list[list[int]], num_steps: int)
         once_ND = head.forward(feature_ND[:-2], token_N[1:-1])
         own_ND = torch.cat((feature_ND[:1], once_ND[:-1]))
         twice_ND = head.forward(own_ND, token_N[1:-1])
-        logits_NV = head.logits(torch.cat((once_ND, twice_ND)))
-        loss = torch.nn.functional.cross_entropy(logits_NV, token_N[2:].repeat(2))
+        logits_NV = head.logits(torch.cat((once_ND[-num_tokens:], twice_ND[-num_tokens:])))
+        wanted_N = token_N[2:][-num_tokens:].repeat(2)
+        loss = torch.nn.functional.cross_entropy(logits_NV, wanted_N)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if number % 20 == 0:
-            print(f"step {number}: loss {float(loss):.2f}", flush=True)
+            print(f"step {number}: loss {loss.item():.2f}", flush=True)
     for weight in learned:
         weight.requires_grad_(False)
 
@@ -74,13 +78,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         convert_gguf(fetch_default_model(), Path(name) / "model", "float32")
         target: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(name) / "model", torch_dtype=torch.float32
+            Path(name) / "model", dtype=torch.float32
         )
     target.requires_grad_(False)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = {key: getattr(target.config, key) for key in (*names, "rms_norm_eps")}
     head = random_head(target, **sizes, max_position_embeddings=2048)
-    train(head, target, texts, args.steps)
+    train(head, target, texts, args.steps, args.tokens)
     save_head(args.folder, head)
 
 
