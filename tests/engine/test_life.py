@@ -143,7 +143,7 @@ def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(
 def test_a_rank_has_the_timeout_and_among_others_a_grace(
     num_ranks: int, longest_s: float, num_more: int, clocks: Clocks, beats: Beats
 ) -> None:
-    """Other ranks may report it, and say more. The first look sees a number that it did not know."""
+    """Other ranks may report it, and say more. The first look sees a number that is new to it."""
     ranks = [Rank(10 + number) for number in range(num_ranks)]
     num_ticks = 1 + int(longest_s / TICK_S) + num_more
     watched(clocks, beats, ranks, beating=range(1, num_ranks), num_ticks=num_ticks)
