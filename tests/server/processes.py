@@ -93,7 +93,9 @@ class Process:
     def open_stream(self, headers: Any = NO_HEADERS, **fields: Any) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = json.dumps({"stream": True, **fields})
-        connection.request("POST", "/v1/completions", body, {**JSON, **headers})
+        # So the response owns the socket: the connection is not kept here.
+        asked = {**JSON, "Connection": "close", **headers}
+        connection.request("POST", "/v1/completions", body, asked)
         return connection.getresponse()
 
     def await_exit(self, within_s: float = PATIENCE_S) -> tuple[int, str]:
