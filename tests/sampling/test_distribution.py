@@ -373,3 +373,32 @@ def test_admission_that_looks_at_the_draft_changes_the_distribution() -> None:
     """So the test before this one would find it."""
     crowd = PeekingCrowd(mixed_slots(), 600, torch.tensor(DRAFT_LOGITS))
     assert worst_pvalue(crowd) < 1e-12
+
+
+class RestartedCrowd(Crowd):
+    """Its engine dies in every second step. The tokens of that step are lost; all sequences go on
+    from what was delivered, first without drafts, as after a prompt."""
+
+    number = 0
+
+    def admit(self, draft_BK: Tensor) -> None:
+        if self.number % 4 == 2:
+            self.width_B = torch.ones_like(self.width_B)
+
+    def step(self) -> None:
+        width_B, length_B, emitted_BP = self.width_B, self.length_B, self.emitted_BP.clone()
+        super().step()
+        self.width_B = width_B
+        if self.number % 4 == 1:
+            assert (self.history[-1].num_accepted_B > 0).any()
+            self.length_B, self.emitted_BP = length_B, emitted_BP
+        self.number += 1
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_sampled_drafts_keep_the_distribution_over_restarts(is_block: bool) -> None:
+    """Tokens may differ from those of a run without a restart: other drafts were rejected."""
+    logits = torch.tensor(DRAFT_LOGITS)
+    crowd = RestartedCrowd(mixed_slots(), 2_000, logits, is_block=is_block)
+    assert worst_pvalue(crowd) > 1e-4
+    assert crowd.number > 3
