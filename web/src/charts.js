@@ -87,7 +87,7 @@ export class Bars {
 
   // Names that would touch are left out.
   #splits() {
-    const room = Math.max(1, Math.floor(this.element.clientWidth / 52));
+    const room = Math.max(1, Math.floor((this.element.clientWidth - 50) / 56)); // without the scale
     const every = Math.ceil(this.#count / room) || 1;
     return [...Array(this.#count).keys()].filter((i) => i % every === 0);
   }

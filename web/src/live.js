@@ -97,7 +97,7 @@ export class Live {
       ["Tokens/s", digits(now.rate), "over the last second"],
       ["KV cache", Number.isFinite(now.kv_usage) ? `${digits(100 * now.kv_usage)} %` : "–", "pages in use"],
       ["Accepted", now.max_drafts === 0 ? "no drafter" : drafts, "of all draft tokens since the start"],
-      ["Bubble", busy ? `${digits((100 * now.bubble_s) / busy, 2)} %` : "–", "of the device's time since the start, with work waiting"],
+      ["Bubble", busy ? `${digits((100 * now.bubble_s) / busy, 1)} %` : "–", "of the device's time since the start, with work waiting"],
     ];
     byId("tiles").replaceChildren(...tiles.map(([name, value, title]) => {
       const tile = make("div", "tile");
