@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.config import NodeConfig, cluster_key_from_env
 from paceline.engine.transport import read_exactly
-from paceline.errors import ConfigError, EngineDead
+from paceline.errors import ConfigError, EngineDead, PacelineError
 
 _MAGIC = b"paceline-link-1\n"
 _SIZE = 32  # bytes of a challenge and of an answer
@@ -57,19 +57,22 @@ def _answer(key: bytes, role: bytes, challenges: bytes) -> bytes:
     return hmac.digest(key, _MAGIC + role + challenges, hashlib.sha256)
 
 
-def admit(sock: socket.socket, key: bytes) -> bool:
-    """The front's side of a new connection. False: the other end does not know the key."""
+def admit(sock: socket.socket, key: bytes) -> dict[str, Any]:
+    """The listening side of a new connection: what the other end says first. Raises PacelineError
+    if it does not know the key, and OSError if it takes longer than HANDSHAKE_S."""
+    give_up_s = time.monotonic() + HANDSHAKE_S
     sock.settimeout(HANDSHAKE_S)
     mine = secrets.token_bytes(_SIZE)
     sock.sendall(_MAGIC + mine)
-    reply = read_exactly(sock, 2 * _SIZE)
-    if reply is None:
-        return False
-    both = mine + reply[:_SIZE]
-    if not hmac.compare_digest(reply[_SIZE:], _answer(key, b"node", both)):
-        return False
+    reply = read_exactly(sock, 2 * _SIZE, give_up_s)
+    both = mine + (reply or b"")[:_SIZE]
+    if reply is None or not hmac.compare_digest(reply[_SIZE:], _answer(key, b"node", both)):
+        raise PacelineError("it has another cluster key")
     sock.sendall(_answer(key, b"front", both))
-    return True
+    hello = read_json(sock, give_up_s)
+    if hello is None:
+        raise PacelineError("it closed the connection")
+    return hello
 
 
 def dial(
@@ -86,10 +89,7 @@ def dial(
             break
         except OSError as error:
             if left_s <= 0:
-                raise EngineDead(
-                    f"{name} does not answer: {error.strerror or error}. It has --join-timeout "
-                    "seconds."
-                ) from None
+                raise EngineDead(f"{name} does not answer: {error.strerror or error}.") from None
             time.sleep(_RETRY_S)
     try:
         _prove(sock, key, name)
@@ -103,14 +103,14 @@ def dial(
 
 
 def _prove(sock: socket.socket, key: bytes, name: str) -> None:
-    sock.settimeout(HANDSHAKE_S)
-    greeting = read_exactly(sock, len(_MAGIC) + _SIZE)
+    give_up_s = time.monotonic() + HANDSHAKE_S
+    greeting = read_exactly(sock, len(_MAGIC) + _SIZE, give_up_s)
     if greeting is None or not greeting.startswith(_MAGIC):
         raise EngineDead(f"{name} is no node of Paceline, or one of another version.")
     mine = secrets.token_bytes(_SIZE)
     both = greeting[len(_MAGIC) :] + mine
     sock.sendall(mine + _answer(key, b"node", both))
-    reply = read_exactly(sock, _SIZE)
+    reply = read_exactly(sock, _SIZE, give_up_s)
     if reply is None:
         raise ConfigError(f"{name} has another cluster key. Give all nodes the same one.")
     if not hmac.compare_digest(reply, _answer(key, b"front", both)):
@@ -135,13 +135,13 @@ def send_json(sock: socket.socket, value: dict[str, Any]) -> None:
     sock.sendall(_HEADER.pack(len(data)) + data)
 
 
-def read_json(sock: socket.socket) -> dict[str, Any] | None:
+def read_json(sock: socket.socket, give_up_s: float | None = None) -> dict[str, Any] | None:
     """None: the other end is closed, gone, or sent something else."""
     with contextlib.suppress(OSError, ValueError):
-        header = read_exactly(sock, _HEADER.size)
+        header = read_exactly(sock, _HEADER.size, give_up_s)
         if header is None or _HEADER.unpack(header)[0] > _MAX_BYTES:
             return None
-        data = read_exactly(sock, _HEADER.unpack(header)[0])
+        data = read_exactly(sock, _HEADER.unpack(header)[0], give_up_s)
         value = None if data is None else json.loads(data)
         return value if isinstance(value, dict) else None
     return None

@@ -227,11 +227,7 @@ class Nodes:
         node: RemoteNode | None = None
         is_kept = False
         try:
-            if not link.admit(sock, self._key):
-                raise PacelineError("it has another cluster key")
-            hello = link.read_json(sock)
-            if hello is None:
-                raise PacelineError("it closed the connection")
+            hello = link.admit(sock, self._key)
             link.keep_alive(sock, self._config.device.stall_timeout)
             if hello["kind"] == "rank":
                 self._arrive(sock, hello)

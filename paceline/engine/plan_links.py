@@ -7,15 +7,19 @@ hands each socket to its rank. For a rank they are as the socket pairs of one ma
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from paceline.engine import link
-from paceline.errors import EngineDead
+from paceline.errors import EngineDead, PacelineError
 from paceline.parallel.placement import Layout
 
+logger = logging.getLogger(__name__)
 _OPEN_S = 30.0  # for all connections of a machine
 _LOOK_S = 0.2  # how often `check` is called
 
@@ -49,35 +53,48 @@ class PlanLinks:
             if peer in self.here
         }
         awaited = {peer for peer in self.leaders if self.layout.leader_of(peer) in self.here}
+        arrived: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         while awaited and listener is not None:
             check()
             if time.monotonic() > give_up_s:
                 raise EngineDead(f"ranks {sorted(awaited)} did not connect in {_OPEN_S:g} s.")
-            peer, sock = self._accept(listener)
-            if sock is not None:
+            self._accept(listener, arrived)
+            while not arrived.empty():
+                peer, sock = arrived.get()
                 ends.enter_context(sock)
-            if sock is not None and peer in awaited:
-                found[peer] = sock
-                awaited.discard(peer)
+                if peer in awaited:
+                    found[peer] = sock
+                    awaited.discard(peer)
         return found
 
     def _dial(self, peer: int, source: str | None, give_up_s: float) -> socket.socket:
         host, _, port = self.leaders[peer].rpartition(":")
-        sock = link.dial((host, int(port)), source, self.key, give_up_s, f"the leader of {peer}")
+        sock = link.dial(
+            (host, int(port)), source, self.key, give_up_s, f"the leader of rank {peer}"
+        )
         link.send_json(sock, {"rank": peer})
         link.keep_alive(sock, self.timeout_s)
         return sock
 
-    def _accept(self, listener: socket.socket) -> tuple[int, socket.socket | None]:
-        """A connection that has the key, and its peer. None: none came, or one without the key."""
+    def _accept(
+        self, listener: socket.socket, arrived: SimpleQueue[tuple[int, socket.socket]]
+    ) -> None:
+        """Wait a moment for a connection. A thread talks to it, so that one that is slow or does
+        not know the key holds up no other."""
         listener.settimeout(_LOOK_S)
         try:
-            sock, _ = listener.accept()
+            sock, (host, *_) = listener.accept()
         except TimeoutError:
-            return -1, None
-        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-            if link.admit(sock, self.key) and (hello := link.read_json(sock)) is not None:
-                link.keep_alive(sock, self.timeout_s)
-                return int(hello["rank"]), sock
-        sock.close()
-        return -1, None
+            return
+        threading.Thread(target=self._meet, args=(sock, host, arrived), daemon=True).start()
+
+    def _meet(
+        self, sock: socket.socket, host: str, arrived: SimpleQueue[tuple[int, socket.socket]]
+    ) -> None:
+        try:
+            rank = int(link.admit(sock, self.key)["rank"])
+            link.keep_alive(sock, self.timeout_s)
+            arrived.put((rank, sock))
+        except (PacelineError, OSError, KeyError, TypeError, ValueError) as error:
+            logger.warning("refused a connection from %s: %s", host, error)
+            sock.close()

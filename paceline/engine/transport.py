@@ -31,11 +31,17 @@ def connected_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-def read_exactly(sock: socket.socket, size: int) -> bytes | None:
-    """Block until `size` bytes have come. None: the other end is closed."""
+def read_exactly(sock: socket.socket, size: int, give_up_s: float | None = None) -> bytes | None:
+    """Block until `size` bytes have come. None: the other end is closed. Raises TimeoutError if
+    they have not all come at `give_up_s` (of time.monotonic)."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
     while filled < size:
+        if give_up_s is not None:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left_s)
         try:
             count = sock.recv_into(view[filled:])
         except ConnectionResetError:

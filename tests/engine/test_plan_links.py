@@ -12,6 +12,7 @@ import pytest
 
 from paceline.engine import link
 from paceline.engine.plan_links import PlanLinks
+from paceline.engine.transport import read_exactly
 from paceline.errors import ConfigError, EngineDead
 from paceline.parallel.placement import Layout
 from tests.patience import PATIENCE_S, wait_for
@@ -73,6 +74,28 @@ def test_connections_without_the_key_are_closed_and_the_peers_still_come() -> No
         threading.Thread(target=intrude, daemon=True).start()
         assert sorted(leader.open(ends, listener)) == [2, 3]
         assert refusals
+
+
+def test_silent_connections_hold_up_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may stay silent for longer than the peers wait."""
+    monkeypatch.setattr(link, "HANDSHAKE_S", 10 * PATIENCE_S)
+    with contextlib.ExitStack() as ends, leader_machine() as (leader, listener):
+        for _ in range(3):
+            ends.enter_context(socket.create_connection(listener.getsockname()))
+        dial(peer_machine(leader), ends)
+        assert sorted(leader.open(ends, listener)) == [2, 3]
+
+
+def test_bytes_that_trickle_in_do_not_extend_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"abc")
+        assert read_exactly(here, 2, give_up_s=10.0) == b"ab"
+        now_s = 10.0
+        with pytest.raises(TimeoutError):
+            read_exactly(here, 1, give_up_s=10.0)
 
 
 def test_a_machine_that_is_gone_ends_the_wait() -> None:
