@@ -46,7 +46,7 @@ class CompactSource:
 
     def stage(self, entry: int, plan: StepPlan, admissions: Any, step_size: StepSize) -> None:
         if self._late is not None:
-            self._late.count_S[[init.slot for init, _ in admissions]] = 0
+            self._late.begin([init.slot for init, _ in admissions])
         record = None if plan.host_drafts is None else pack_host_drafts(plan)
         self._staging.apply(StagedWrites(admissions, plan.page_appends, record))
 
@@ -209,11 +209,15 @@ class CompactRows:
 
     def _draft_k_B(self) -> Longs:
         """Drafts that the plan asks for by row."""
-        asked_P, row_B = self._plan.draft_k_B, self.rows.plan_row_B
+        asked_P = self._plan.draft_k_B
         if asked_P is None:
             return np.full(len(self._slot_B), self.k)
-        asked_B = asked_P if row_B is None else asked_P[row_B.numpy()]
-        return np.minimum(asked_B, self.k)
+        return np.minimum(asked_P[self._plan_rows()], self.k)
+
+    def _plan_rows(self) -> Longs:
+        """The plan's row of each row."""
+        row_B = self.rows.plan_row_B
+        return np.arange(len(self._slot_B)) if row_B is None else row_B.numpy().astype(np.int64)
 
     def num_drafting(self, j: int) -> int:
         return int(np.count_nonzero(self.k_D > j))
@@ -259,7 +263,9 @@ class CompactRows:
         if late is None:
             return np.zeros_like(count_B), np.ones(len(slot_B), np.bool_)
         late_B = late.count_S[slot_B]
-        waits_B = self.samples_B & (self._query_len_B == 1 + self._num_drafts_B)
+        # The first token of a slot comes from a prompt, whose pages others may find already.
+        waits_B = self.samples_B & late.has_sampled_S[slot_B]
+        late.has_sampled_S[slot_B] |= self.samples_B
         waits_B &= self.slots.arrays.done_S[slot_B] == 0
         waits_B[self._row_D] = False
         waits_B &= not (waits_B & (late_B + count_B > late.most)).any()
@@ -358,7 +364,10 @@ class CompactRows:
         late_B, runs_B = self._put_off(self._committed()[0])
         if not runs_B.any() and len(runs_B):
             return None
-        start_B = np.where(self._num_drafts_B > 0, self._stop_B - 2, self._start_B) - late_B
+        was_fed_B = self._num_drafts_B > 0
+        if self._plan.host_drafts is not None:  # the draft model has not seen these
+            was_fed_B[np.isin(self._plan_rows(), self._plan.host_drafts.row_R)] = False
+        start_B = np.where(was_fed_B, self._stop_B - 2, self._start_B) - late_B
         count_B = (self._stop_B - start_B) * runs_B
         batch = self._first_pass(start_B, count_B, group_size, shift=0)
         if self._agreed is not None:

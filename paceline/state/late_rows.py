@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.step import Longs
+from paceline.step import Bools, Longs
 
 
 class LateRows:
@@ -21,7 +21,13 @@ class LateRows:
     def __init__(self, num_slots: int, most: int) -> None:
         self.most = most
         self.count_S: Longs = np.zeros(num_slots, np.int64)
+        self.has_sampled_S: Bools = np.zeros(num_slots, np.bool_)  # since its admission
         self._feature_SCD: Tensor | None = None  # allocated when the first entry is put off
+
+    def begin(self, slots: list[int]) -> None:
+        """New requests own these slots."""
+        self.count_S[slots] = 0
+        self.has_sampled_S[slots] = False
 
     def keep(self, slot_N: Longs, offset_N: Longs, feature_ND: Tensor) -> None:
         """Keep features of entries. `offset_N`: entries of the slot that were put off before."""

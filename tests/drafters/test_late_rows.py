@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from paceline import LLM, SamplingParams
 from paceline.drafters.autoregressive import AutoregressiveDrafter, FeatureHead
 from paceline.runner.platform_cpu import MOST_LATE
 from tests.drafters.recording import Recording, recorded
@@ -125,3 +126,35 @@ def test_each_row_makes_its_own_number_of_drafts(workshop: Workshop) -> None:
                   for i, k in enumerate((2, 0, 5, 1))])  # fmt: skip
         check(seen, workshop, "eagle")
     assert [3, 2, 1, 1, 1] in widths
+
+
+def draft_tokens_of_itself(folder: str, **options: Any) -> tuple[int, int]:
+    """The target is its own draft model: (drafts, accepted drafts) of the second request, which
+    begins as the first one does. The first one gets no drafts."""
+    spec = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+    prompts = [LONG[:32], LONG[:45]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, num_speculative_tokens=k)
+        for k in (0, 3)
+    ]
+    with LLM(
+        model=folder,
+        speculative_config={**spec, "adaptive": False},
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=4,
+        engine_in_process=True,
+        **options,
+    ) as llm:
+        llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+        stats = llm.get_metrics()
+        return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+def test_the_last_token_of_a_prompt_is_not_put_off(workshop: Workshop) -> None:
+    """It is a chunk of its own, in whose step the other request finds the page that it ends."""
+    drafts, accepted = draft_tokens_of_itself(
+        workshop.target_folder("llama"), max_num_batched_tokens=31, max_num_seqs=2
+    )
+    assert drafts > 20
+    assert drafts - accepted <= 3, "all but those past the last token"
