@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
+from paceline.commands import bench_serve
 from paceline.commands.http_stream import Endpoint
 from paceline.commands.report import short, spread, step_rows, step_times
 from paceline.engine.messages import RESTED, StepTimes
@@ -317,3 +318,23 @@ def test_a_server_that_cannot_start_says_why_and_is_quiet_otherwise(
     assert lines[0].endswith("measuring a server that it starts")
     assert lines[1] == "paceline: The server ended with code 1 before it was ready:"
     assert "no-such-model.gguf is not a file or folder" in lines[-1]
+
+
+@pytest.mark.parametrize("part", ["content", "reasoning", "reasoning_content", "tool_calls"])
+def test_every_part_of_a_chat_answer_is_an_arrival(part: str) -> None:
+    timing = bench_serve.RequestTiming()
+    bench_serve.take_event(timing, {"choices": [{"delta": {"role": "assistant", part: ""}}]})
+    assert not timing.arrivals_s
+    bench_serve.take_event(timing, {"choices": [{"delta": {part: "a"}}]})
+    assert len(timing.arrivals_s) == 1
+
+
+@pytest.mark.parametrize(("flag", "least"), [("--prefix-len", 0), ("--input-len", 1)])
+def test_lengths_have_a_least_value(
+    flag: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "serve", "--base-url", "http://127.0.0.1:9", flag]
+    assert main([*arguments, str(least - 1)]) != 0
+    assert f"it must be at least {least}" in capsys.readouterr().err
+    assert main([*arguments, str(least)]) != 0
+    assert "Cannot reach" in capsys.readouterr().err

@@ -164,6 +164,7 @@ def test_sonnets_share_their_beginning(tmp_path: Path) -> None:
         ({"dataset": "prompt_tokns=3"}, "Did you mean 'prompt_tokens'"),
         ({"dataset": "output_tokens=3"}, "needs prompt_tokens"),
         ({"dataset": "prompt_tokens=many"}, "must be a number"),
+        ({"dataset": "prompt_tokens=inf"}, "must be a number"),
         ({"dataset": "prompt_tokens=9,prompt_tokens_min=5,prompt_tokens_max=3"}, "_min at most"),
         ({"dataset": "kind=huggingface,source=a/b"}, "has no source"),
         ({"dataset": "{"}, "not JSON"),

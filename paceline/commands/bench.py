@@ -37,11 +37,11 @@ from paceline.request import SamplingParams
 
 
 def run(args: Namespace) -> int:
-    names = ("batch_size", "num_iters", "num_prompts", "input_len", "output_len", "prefix_len")
-    for name in names:
+    least = dict.fromkeys(("batch_size", "num_iters", "num_prompts", "input_len", "output_len"), 1)
+    for name, low in (least | {"prefix_len": 0}).items():
         value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}.")
     if args.kind == "serve":
         return bench_serve.run(args)
     if args.kind == "sweep":

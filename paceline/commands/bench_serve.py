@@ -98,7 +98,10 @@ def run(args: Namespace) -> int:
 
 def measure(args: Namespace, endpoint: Endpoint, dataset: Dataset) -> int:
     model, before = asyncio.run(first_look(endpoint))
-    prompts = dataset(tokenizer_of(endpoint, model))
+    try:
+        prompts = dataset(tokenizer_of(endpoint, model))
+    except RequestFailed as error:
+        raise EngineDead(f"{endpoint.url} does not count the prompts' tokens: {error}") from None
     timings = asyncio.run(send_requests(args, endpoint, model, prompts))
     after = asyncio.run(scrape(endpoint))
     result = summarise(timings, args) | drafts_between(before, after)
@@ -192,7 +195,9 @@ async def one_request(
 
 def take_event(timing: RequestTiming, event: dict[str, Any]) -> None:
     for choice in event.get("choices", ()):
-        if choice.get("text") or choice.get("delta", {}).get("content"):
+        delta = choice.get("delta", {})
+        parts = ("content", "reasoning", "reasoning_content", "tool_calls")
+        if choice.get("text") or any(delta.get(part) for part in parts):
             timing.arrivals_s.append(time.perf_counter())
     if usage := event.get("usage"):
         timing.num_in = usage["prompt_tokens"]

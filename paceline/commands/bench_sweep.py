@@ -203,7 +203,7 @@ def measure_loads(
     prompts = dataset(_tokenizer(session))
     common = {"temperature": args.temperature, "max_tokens": args.output_len or DEFAULT_OUTPUT_LEN}
     common |= {"ignore_eos": True} if args.ignore_eos else {}
-    warm_up = {"max_tokens": _WARM_UP_TOKENS}
+    warm_up = {"max_tokens": _WARM_UP_TOKENS, "min_tokens": 0}
     for answer in [
         session.submit(p, session.params(common, p.sampling, warm_up)) for p in prompts[: loads[-1]]
     ]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -180,9 +181,12 @@ def _number(key: str, options: dict[str, str]) -> float | None:
     if key not in options:
         return None
     try:
-        return float(options[key])
+        number = float(options[key])
     except ValueError:
-        raise ConfigError(f"--dataset: {key} must be a number, got {options[key]!r}.") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"--dataset: {key} must be a number, got {options[key]!r}.")
+    return number
 
 
 def _rows(path: str) -> list[Row]:

@@ -62,8 +62,8 @@ class Mailbox:
         return frame
 
     def take_joined(self) -> bytes | None:
-        """The same, but submits that follow each other are one frame: the engine plans no step
-        before it has read them all."""
+        """The same, but submits that follow each other are one frame. The engine reads many of them
+        before it plans a step."""
         frame = self.take()
         if frame is None or submit_uid(frame) is None:
             return frame

@@ -372,7 +372,7 @@ def _head_of(
 def _is_all(tag: Any, text: str) -> bool:
     """Whether the text is one match after another."""
     at = 0
-    while at < len(text) and (found := tag.match(text, at)) is not None:
+    while at < len(text) and (found := tag.match(text, at)) is not None and found.end() > at:
         at = found.end()
     return at == len(text)
 
