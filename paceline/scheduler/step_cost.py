@@ -54,12 +54,13 @@ class StepCost:
         expected = float(size_F @ self._share_F) or 1.0
         ratio = min(max(seconds / (self._unit_s * expected), _LEAST_RATIO), _MOST_RATIO)
         size_F /= expected
-        prior = _TRUST * (1.0 - _FADE)  # the prior itself does not fade
+        # What fades of the prior is replaced by the last fit: it keeps shares that no step shows.
+        prior = _TRUST * (1.0 - _FADE)
         self._gram_FF *= _FADE
         self._gram_FF += size_F[:, None] * size_F
         self._gram_FF.flat[:: len(size_F) + 1] += prior
         self._moment_F *= _FADE
-        self._moment_F += size_F * ratio + prior
+        self._moment_F += size_F * ratio + prior * self._share_F
         self.num_measured += 1
         if self.num_measured <= _FIT_EVERY or self.num_measured % _FIT_EVERY == 0:
             self._fit()
