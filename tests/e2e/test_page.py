@@ -203,6 +203,7 @@ def _compare_and_watch(browser: Browser, folder: Path) -> None:
     browser.wait_text("#lane-hint", "device idle")
     lanes = "document.querySelector('#lanes').toDataURL()"
     before = browser.value(lanes)
+    browser.wait(IS_IDLE)
     ask(browser, "three four three four")
     browser.wait(f"{lanes} !== {json.dumps(before)}")
     browser.wait("document.querySelectorAll('.verdict').length === 2")
