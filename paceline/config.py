@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from paceline.errors import ConfigError, nearest
-from paceline.option_values import check_positive, coerce, opt
+from paceline.option_values import check_positive, check_quantization, coerce, opt
 from paceline.speculation import SpeculativeConfig, with_short_names
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 GIB = 1 << 30
 _LONGEST_STALL_S = 86_400
 
@@ -32,6 +33,10 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "folder, GGUF file or hub id of the tokenizer")
     revision: str | None = opt(None, "branch, tag or commit of a hub id")
     dtype: Dtype = opt("auto", "precision of the weights; auto keeps the checkpoint's")
+    quantization: str | None = opt(
+        None,
+        "fp8 or fp8_per_channel, fp8_per_block: round weights at load; else what the files say",
+    )
     load_format: LoadFormat = opt(
         "auto", "format of the weights; dummy: random, without weight files"
     )
@@ -61,6 +66,11 @@ class CacheConfig:
         None, "their part of the KV cache; 0: none (ours; a quarter)"
     )
     num_gpu_blocks_override: int | None = opt(None, "number of KV pages, for tests")
+    kv_cache_dtype: str = opt("auto", "auto (as activations), or fp8 (e4m3: a byte for a number)")
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +228,7 @@ class EngineConfig:
         s, c, d = self.scheduler, self.cache, self.device
         check_positive(max_num_seqs=s.max_num_seqs, max_num_batched_tokens=s.max_num_batched_tokens)
         check_positive(block_size=c.block_size, max_model_len=self.model.max_model_len)
+        check_quantization(self.model.quantization)
         check_positive(kv_cache_memory_bytes=c.kv_cache_memory_bytes, cpu_threads=d.cpu_threads)
         if s.run_ahead is not None and not 0 <= s.run_ahead <= 8:
             raise ConfigError(f"run_ahead is {s.run_ahead}; it must be between 0 and 8.")
@@ -246,6 +257,11 @@ class EngineConfig:
         if not 0.0 < c.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization is {c.gpu_memory_utilization}; it must be in (0, 1]."
+            )
+        if c.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype {c.kv_cache_dtype!r} is not supported; use fp8 (e4m3, the most "
+                "tokens), or auto (the type of activations, exact)."
             )
         if d.device not in DEVICES:
             raise ConfigError(f"device is {d.device!r}; use one of {', '.join(DEVICES)}.")
@@ -331,7 +347,6 @@ REFUSED = {
     "max_loras": "LoRA adapters are not supported.",
     "data_parallel_rpc_port": "node 0 has one port for the others: --master-port.",
     "pipeline_parallel_size": "pipeline parallelism is not supported.",
-    "quantization": "give a GGUF file; other quantised formats are not supported yet.",
     "swap_space": "preempted requests are recomputed, never swapped.",
 }
 

@@ -8,6 +8,15 @@ from typing import Any, Literal, get_args, get_origin
 
 from paceline.errors import ConfigError, nearest
 
+# Values of --quantization: weights are rounded to e4m3 with a scale by output, or by block.
+ROUNDING: dict[str, Literal["channel", "block"]] = {
+    "fp8": "channel",
+    "fp8_per_channel": "channel",
+    "fp8_per_block": "block",
+}
+# Or the files must have this format.
+STORED = ("compressed-tensors", "modelopt", "gguf")
+
 
 def opt(default: Any, help: str) -> Any:
     """A dataclass field that becomes a flag with this help text."""
@@ -42,3 +51,11 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
+
+
+def check_quantization(asked: str | None) -> None:
+    names = (*ROUNDING, *STORED)
+    if asked is not None and asked not in names:
+        raise ConfigError(
+            f"quantization is {asked!r}; use one of {', '.join(names)}.{nearest(asked, names)}"
+        )

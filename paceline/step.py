@@ -115,6 +115,7 @@ class StepSize:
     has_graph: bool = True  # no row needs an eager step
     is_late: bool = False  # some row's masks arrive through bind(): A and B run apart
     draft_k: int = 0  # drafts that the drafter proposes
+    has_host_drafts: bool = False  # some row may verify drafts that the drafter has not made
 
     @classmethod
     def joined(cls, sizes: Sequence[StepSize]) -> StepSize:
@@ -129,6 +130,7 @@ class StepSize:
             is_uniform=all(x.is_uniform for x in sizes),
             has_graph=all(x.has_graph for x in sizes),
             is_late=any(x.is_late for x in sizes),
+            has_host_drafts=any(x.has_host_drafts for x in sizes),
         )
 
     def packed(self) -> list[int]:
@@ -139,7 +141,7 @@ class StepSize:
         tokens, draft_tokens, rows, k, mode = numbers[:5]
         is_uniform, has_graph, is_late = map(bool, numbers[5:8])
         sizes = (tokens, draft_tokens, rows, k, mode)
-        return cls(*sizes, is_uniform, has_graph, is_late, numbers[8])
+        return cls(*sizes, is_uniform, has_graph, is_late, numbers[8], bool(numbers[9]))
 
 
 @dataclass(slots=True)
@@ -182,6 +184,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.query_len_B.sum())
 
+    @property
+    def draft_len_B(self) -> Ints:
+        """The most entries of each row in the first pass of a draft model: what the step computes
+        and the token that it samples. Of drafts that the model made, only the last is new to it."""
+        was_fed_B = self.query_len_B == self.k_B + 1
+        if self.host_drafts is not None:
+            was_fed_B[self.host_drafts.row_R] = False
+        length_B: Ints = np.where(was_fed_B, 2, self.query_len_B + self.samples_B)
+        return length_B
+
     def step_size(self) -> StepSize:
         """The size of this plan alone; a runner adds the sampling mode and `has_graph`.
 
@@ -192,15 +204,15 @@ class StepPlan:
         is_ragged = self.host_drafts is not None and (
             self.num_rows * (self.k + 1) > 2 * self.num_tokens
         )
-        draft_len_B = np.where(is_decode_B, 2, self.query_len_B + self.samples_B)
         return StepSize(
             tokens=self.num_tokens,
-            draft_tokens=int(draft_len_B.sum()),
+            draft_tokens=int(self.draft_len_B.sum()),
             rows=self.num_rows,
             k=self.k,
             draft_k=self.k if self.draft_k is None else self.draft_k,
             is_uniform=bool(is_decode_B.all()) and not is_ragged,
             is_late=self.late_B is not None,
+            has_host_drafts=self.host_drafts is not None,
         )
 
 
@@ -317,6 +329,7 @@ class RunnerInfo:
     device: str = "cpu"
     dtype: str = "float32"
     weights_bytes: int = 0
+    kv_cache_dtype: str = "float32"
     kv_cache_bytes: int = 0
     startup_s: dict[str, float] = field(default_factory=dict)  # by stage, measured by the front
 

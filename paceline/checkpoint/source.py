@@ -124,9 +124,18 @@ def _from_folder(name: str, folder: Path, load_format: str, with_weights: bool) 
         folder=folder,
         gguf=None,
         weight_files=_weight_files(folder, names, load_format) if with_weights else [],
-        config=_flat(read_json(folder / "config.json", optional=tokenizer_only)),
+        config=_flat(_config(folder, optional=tokenizer_only)),
         generation_config=read_json(folder / "generation_config.json", optional=True),
     )
+
+
+def _config(folder: Path, *, optional: bool) -> dict[str, Any]:
+    """config.json. modelopt may say in a second file how it has quantised the checkpoint."""
+    config = read_json(folder / "config.json", optional=optional)
+    quantised = read_json(folder / "hf_quant_config.json", optional=True).get("quantization")
+    if not isinstance(quantised, dict) or config.get("quantization_config"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantised}}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

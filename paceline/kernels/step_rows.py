@@ -27,6 +27,7 @@ class StepShape:
     tokens: int
     k: int
     is_uniform: bool  # row b owns the token entries b * W ... b * W + K; else rows are packed
+    own_width: int = 2  # entries of each row in a draft model's first pass, if uniform
 
     @property
     def width(self) -> int:
@@ -174,6 +175,7 @@ class PacketLayout(NamedTuple):
     samples: int  # 1: the row samples
     row_start: int
     draft_start: int  # row starts of a draft model's own first pass
+    draft_len: int  # the most entries of the row there
     # One number for each page append.
     append_slot: int
     append_index: int
@@ -186,7 +188,7 @@ class PacketLayout(NamedTuple):
 
     @classmethod
     def of(cls, max_rows: int, max_appends: int, num_marks: int = 0) -> PacketLayout:
-        of_rows = [_HEADER + i * max_rows for i in range(6)]
+        of_rows = [_HEADER + i * max_rows for i in range(7)]
         of_appends = [of_rows[-1] + i * max_appends for i in range(4)]
         of_marks = [of_appends[-1] + i * max_rows * num_marks for i in range(3)]
         places = (*of_rows[:-1], *of_appends[:-1], num_marks, *of_marks)

@@ -33,7 +33,9 @@ from paceline.kernels.elementwise import reference as _elementwise
 from paceline.kernels.elementwise.reference import HeadNorms
 from paceline.kernels.experts import reference as _experts
 from paceline.kernels.finish import reference as _finish
+from paceline.kernels.fp8 import reference as _fp8
 from paceline.kernels.host_drafts import reference as _host_drafts
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.linear import reference as _linear
 from paceline.kernels.logprobs import reference as _logprobs
 from paceline.kernels.mla import reference as _mla
@@ -117,6 +119,12 @@ norm_linear_silu = Operation(_linear.norm_linear_silu, "triton.products")
 linear_silu = Operation(_linear.linear_silu, "triton.products", "hopper")
 norm_linear_heads = Operation(_linear.norm_linear_heads, "triton.products")
 linear_add = Operation(_linear.linear_add, "triton.products")
+quantise_rows = Operation(_fp8.quantise_rows, "triton.rows")
+norm_rows = Operation(_fp8.norm_rows, "triton.rows")
+silu_rows = Operation(_fp8.silu_rows, "triton.rows")
+fp8_linear = Operation(_fp8.fp8_linear, "triton.products")
+round_rows = Operation(_fp8.round_rows, "numba")  # fp8 on the CPU
+scale_outputs = Operation(_fp8.scale_outputs, "numba")
 
 # -- from logits to tokens -------------------------------------------------------------------------
 # Their references run on CPU tensors, where they may look at values.
@@ -167,8 +175,12 @@ class Kernels(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
-    place_heads: Callable[[Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], None]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
+    place_heads: Callable[
+        [Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor, KvScales | None], None
+    ]
+    paged_attention: Callable[
+        [Tensor, Tensor, Tensor, AttentionBatch, float, KvScales | None], Tensor
+    ]
     # What all layers' attention shares, before the first of them; None: nothing.
     prepare_attention: Callable[[AttentionBatch, int, int], None] | None = None
 
@@ -219,8 +231,10 @@ class LatentKernels(NamedTuple):
     """What latent attention is made of, beside its linears. Norms take rows with gaps."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    place_latent: Callable[[Tensor, Tensor, Tensor, LatentNorm, Tensor, Tensor, Tensor], None]
-    mla_attention: Callable[[Tensor, Tensor, AttentionBatch, float, int], Tensor]
+    place_latent: Callable[
+        [Tensor, Tensor, Tensor, LatentNorm, Tensor, Tensor, Tensor, KvScales | None], None
+    ]
+    mla_attention: Callable[[Tensor, Tensor, AttentionBatch, float, int, KvScales | None], Tensor]
 
 
 def pick_latent_kernels(device: torch.device) -> LatentKernels:

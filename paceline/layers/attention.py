@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.kernels.attention.reference import AttentionBatch
 from paceline.kernels.delta_rule.reference import DeltaRows
 from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.table import Kernels
 from paceline.layers.linear import Linear
 from paceline.state.pages import LayerPages
@@ -128,6 +129,7 @@ class GroupedAttention:
     scale: float
     head_norms: HeadNorms | None = None
     gate: HeadGate | None = None
+    kv_scales: KvScales | None = None  # None: pages are not fp8
 
     def __call__(
         self,
@@ -152,7 +154,8 @@ class GroupedAttention:
         batch, gate = inputs.attention, self.gate
         if wanted is not None:
             product_TD, batch = product_TD.index_select(0, wanted.entry_N), wanted.attention
-        out_TD = self.kernels.paged_attention(product_TD, key, value, batch, self.scale)
+        scales = (self.scale, self.kv_scales)
+        out_TD = self.kernels.paged_attention(product_TD, key, value, batch, *scales)
         return out_TD if gate is None else gate(out_TD, product_TD)
 
     def store(
@@ -167,7 +170,7 @@ class GroupedAttention:
         assert isinstance(storage, LayerPages)
         caches = (storage.key_NSH, storage.value_NSH)
         qkv_TD = product_TD if self.gate is None else self.gate.qkv(product_TD)
-        places = (*caches, inputs.page_slot_T)
+        places = (*caches, inputs.page_slot_T, self.kv_scales)
         self.kernels.place_heads(qkv_TD, rotation_TH, self.head_norms, *places)
         return caches
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.mla.reference import LatentNorm
 from paceline.kernels.table import LatentKernels
 from paceline.layers.attention import ForwardInputs, WantedEntries
@@ -44,6 +45,7 @@ class LatentAttention:
     o: Linear
     kernels: LatentKernels
     scale: float
+    kv_scales: KvScales | None = None  # None: pages are not fp8
 
     def __call__(
         self,
@@ -61,7 +63,8 @@ class LatentAttention:
             batch = wanted.attention
         nope_NTQ = query_TNH[..., : self.key_NQL.shape[1]].transpose(0, 1)
         torch.bmm(nope_NTQ, self.key_NQL, out=rows_TNH[..., :latent_size].transpose(0, 1))
-        seen_TNL = self.kernels.mla_attention(rows_TNH, key_NSH, batch, self.scale, latent_size)
+        sizes = (self.scale, latent_size, self.kv_scales)
+        seen_TNL = self.kernels.mla_attention(rows_TNH, key_NSH, batch, *sizes)
         value_TNV = query_TNH.new_empty(len(query_TNH), num_heads, value_size)
         torch.bmm(seen_TNL.transpose(0, 1), self.value_NLV, out=value_TNV.transpose(0, 1))
         return self.o(value_TNV.flatten(1))
@@ -85,9 +88,8 @@ class LatentAttention:
             query_TD = self.query.up(normed_TQ)
         query_TNH = query_TD.unflatten(1, (num_heads, -1))
         rows_TNH = query_TD.new_empty(len(x_TD), num_heads, row_size)
-        self.kernels.place_latent(
-            query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, key_NSH, inputs.page_slot_T
-        )
+        places = (key_NSH, inputs.page_slot_T, self.kv_scales)
+        self.kernels.place_latent(query_TNH, kv_TH, rotation_TH, self.norm, rows_TNH, *places)
         return query_TNH, rows_TNH, key_NSH
 
     @property

@@ -111,7 +111,7 @@ class StackedExperts:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.weights)
+        return self.weights.nbytes
 
 
 @dataclass(slots=True)

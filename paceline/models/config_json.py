@@ -31,23 +31,3 @@ def value_of(config: Config, name: str, kind: type[T], default: T | None = None)
 
 def flag_of(config: Config, name: str, default: bool = False) -> bool:
     return bool(config.get(name, default))
-
-
-def refuse_quantised(config: Config) -> None:
-    quantised = value_of(config, "quantization_config", dict, {})
-    if quantised and fp8_block_size(config) is None:
-        method = quantised.get("quant_method") or quantised.get("quant_algo", "unknown")
-        raise CheckpointError(
-            f"this checkpoint is quantised with {method!r}, which is not supported; "
-            "use the original weights, fp8 with a weight_block_size of [rows, columns], or a GGUF."
-        )
-
-
-def fp8_block_size(config: Config) -> tuple[int, int] | None:
-    """Rows and columns that share a scale (models/block_fp8); None if it is another format."""
-    quantised = config.get("quantization_config") or {}
-    size = quantised.get("weight_block_size")
-    if quantised.get("quant_method") != "fp8" or not isinstance(size, list):
-        return None
-    rows, columns = (size[0], size[1]) if [type(x) for x in size] == [int, int] else (0, 0)
-    return (rows, columns) if min(rows, columns) > 0 else None

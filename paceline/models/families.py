@@ -17,7 +17,8 @@ from paceline.models.blocks.dense_mlp import DenseSpec
 from paceline.models.blocks.experts import MoeSpec
 from paceline.models.blocks.grouped_attention import GroupedSpec
 from paceline.models.blocks.latent_attention import LatentSpec
-from paceline.models.config_json import Config, flag_of, refuse_quantised, value_of
+from paceline.models.config_json import Config, flag_of, value_of
+from paceline.models.quantised_config import refuse_quantised
 from paceline.models.rope import RopeSpec, read_rope
 from paceline.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 

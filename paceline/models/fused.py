@@ -16,6 +16,7 @@ from paceline.kernels.table import REFERENCE, Kernels, has_numba
 from paceline.layers.linear import CudaLinear, PanelLinear
 from paceline.models.decoder import DecoderLayer, DenseLayer, FusedLayers, LayerPass, Stream
 from paceline.models.fused_cuda import CudaLayers
+from paceline.models.fused_fp8 import Fp8Layer, Fp8Layers
 from paceline.models.spec import ModelSpec
 from paceline.state.pages import LayerPages
 from paceline.state.recurrent import LayerStorage
@@ -28,6 +29,9 @@ def fuse_layers(
     spec: ModelSpec, layers: list[DecoderLayer], kernels: Kernels, device: torch.device
 ) -> FusedLayers | None:
     """None if the layers are of several shapes, or if a layer has a part without a fused kernel."""
+    e4m3 = [x for layer in layers if (x := Fp8Layer.of(layer)) is not None]
+    if len(e4m3) == len(layers):
+        return Fp8Layers(spec, e4m3, kernels)
     dense = [d for layer in layers if (d := DenseLayer.of(layer)) is not None]
     if len(dense) < len(layers):
         return None
@@ -69,7 +73,9 @@ class _NumbaLayers:
         self._kernels = numba_layers
         self._layers = numba_layers.address_table(
             [
-                numba_layers.LayerTensors(x.input_norm, x.post_norm, x.plain.head_norms, linears)
+                numba_layers.LayerTensors(
+                    *(x.input_norm, x.post_norm, x.plain.head_norms, x.plain.kv_scales), linears
+                )
                 for x, linears in zip(layers, weights, strict=True)
                 if x.input_norm is not None and x.plain is not None
             ]
@@ -84,7 +90,6 @@ class _NumbaLayers:
         )
         self._pages: Sequence[LayerStorage] = []
         self._page_table = numba_layers.page_table([])
-        self._head_bytes = 0
 
     def __call__(self, given: LayerPass) -> Stream:
         residual_TD, rotation_TH, inputs, pages, unnormed_TD, taps = given
@@ -94,7 +99,6 @@ class _NumbaLayers:
             self._pages = pages
             kv = [(x.key_NSH, x.value_NSH) for x in pages if isinstance(x, LayerPages)]
             self._page_table = self._kernels.page_table(kv)
-            self._head_bytes = 4 * kv[0][0].stride(0)
         step = self._kernels.Step(
             residual_TD, rotation_TH, inputs.page_slot_T, inputs.attention, inputs.unwanted
         )
@@ -111,4 +115,4 @@ class _NumbaLayers:
 
     def _run(self, first: int, stop: int, step: Step) -> Tensor:
         table, pages = self._layers[first:stop], self._page_table[first:stop]
-        return self._kernels.run_layers(table, pages, self._head_bytes, self._shape, step)
+        return self._kernels.run_layers(table, pages, self._shape, step)

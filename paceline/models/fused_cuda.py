@@ -131,11 +131,12 @@ class CudaLayers:
             return layer.attention.mix(product_TN, rotation_TH, inputs, storage, wanted)
         assert isinstance(storage, LayerPages)
         key, value, batch = storage.key_NSH, storage.value_NSH, inputs.attention
-        places = HeadPlaces(rotation_TH, key, value, inputs.page_slot_T)
+        scales = plain.kv_scales
+        places = HeadPlaces(rotation_TH, key, value, inputs.page_slot_T, scales)
         qkv_TD = self._products.norm_linear_heads(rows, linear.product, places, tile)
         if wanted is not None:
             qkv_TD, batch = qkv_TD.index_select(0, wanted.entry_N), wanted.attention
-        return self._kernels.paged_attention(qkv_TD, key, value, batch, plain.scale)
+        return self._kernels.paged_attention(qkv_TD, key, value, batch, plain.scale, scales)
 
     def _inner(self, rows: NormedRows, linear: CudaLinear, tile: Tile | None) -> Tensor:
         if tile is None:

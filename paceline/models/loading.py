@@ -18,6 +18,7 @@ from paceline.layers.rope import padded_table
 from paceline.layers.vocab import Embedding, VocabShards
 from paceline.models.decoder import Decoder, DecoderLayer, LayerStack
 from paceline.models.fused import fuse_layers
+from paceline.models.kv_scales import SCALE_ENDINGS
 from paceline.models.reader import Reader, WeightFormats
 from paceline.models.sharding import Cuts, vocab_rows
 from paceline.models.spec import ModelSpec
@@ -91,7 +92,7 @@ def check_names(spec: ModelSpec, source: WeightSource, shapes: NamedShapes) -> N
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(found)}; config.json asks for {list(shape)}."
             )
-    ignored = ("rotary_emb.inv_freq", "rope_freqs.weight", _HEAD)
+    ignored = ("rotary_emb.inv_freq", "rope_freqs.weight", _HEAD, *SCALE_ENDINGS)
     others = {n for n in names - set(expected) if not n.endswith(ignored)}
     vision = {n for n in others if n.startswith(_VISION)}
     if vision:
@@ -129,7 +130,9 @@ def open_reader(
         # Added after a sum over ranks, so only one rank may have them.
         once = frozenset(n for n in names if n.endswith(("o_proj.bias", "down_proj.bias")))
         source = SlicedWeights(source, cuts, once, groups.tp.rank == 0)
-    return Reader(source, formats, groups, spec.has_unit_norms)
+    if formats.has_fp8_pages and not any(n.endswith(".k_scale") for n in names):
+        logger.info("no scales of keys and values are stored: fp8 pages have the scale 1.0")
+    return Reader(source, formats, groups, spec.has_unit_norms, spec.num_kv_heads)
 
 
 def load_stack(

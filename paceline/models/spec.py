@@ -158,9 +158,13 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
+        return self.weight_bytes(1)
+
+    def weight_bytes(self, itemsize: int, *, is_fp8: bool = False) -> int:
+        """`itemsize`: of what is not rounded to fp8."""
         blocks = sum(x.attention.num_parameters + x.mlp.num_parameters for x in self.layers)
-        tables = 1 if self.is_tied else 2
-        return blocks + tables * self.vocab_size * self.hidden_size
+        tables = (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
+        return blocks * (1 if is_fp8 else itemsize) + tables * itemsize
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         tensors = 2 if self.attention.latent_size is None else 1

@@ -12,8 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.kernels.fp8.reference import Fp8Weight
 from paceline.models.sharding import Cut
 
+# A quantised matrix as stored: the type of GGUF blocks and rows of their bytes, or e4m3 and scales.
+Stored = tuple[str, Tensor] | Fp8Weight
 NamedShape = tuple[str, tuple[int, ...]]  # a tensor's name and its shape
 NamedShapes = Iterable[NamedShape]
 
@@ -30,8 +33,8 @@ class WeightSource(Protocol):
 
     def load(self, name: str, cut: Cut | None = None) -> Tensor: ...
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
-        """A quantised matrix as stored: its type and its rows of bytes.
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
+        """A quantised matrix as stored.
 
         None for plain numbers, and for a cut through the middle of quantisation blocks.
         """
@@ -53,7 +56,7 @@ class RenamedWeights:
     def load(self, name: str, cut: Cut | None = None) -> Tensor:
         return self.source.load(self.stored[name], cut)
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
         return self.source.blocks(self.stored[name], cut)
 
 
@@ -85,7 +88,7 @@ class SlicedWeights:
     def load(self, name: str, cut: Cut | None = None) -> Tensor:
         return self.source.load(name, self._cut(name, cut))
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
         return self.source.blocks(name, self._cut(name, cut))
 
     def _cut(self, name: str, asked: Cut | None) -> Cut | None:
@@ -95,12 +98,19 @@ class SlicedWeights:
 
 
 class DummyWeights:
-    """Random weights of the right shapes, for --load-format dummy: no file is read."""
+    """Random weights of the right shapes, for --load-format dummy: no file is read.
 
-    def __init__(self, shapes: NamedShapes, seed: int, device: torch.device) -> None:
+    A large `router_bias` decides the choice of experts alone, as with random weights in other
+    engines: all rows choose the same, so that benchmarks measure the same work. With 0 they spread.
+    """
+
+    def __init__(
+        self, shapes: NamedShapes, seed: int, device: torch.device, router_bias: float = 10.0
+    ) -> None:
         self._shapes = dict(shapes)
         self._seed = seed
         self._device = device
+        self._router_bias = router_bias
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -113,7 +123,7 @@ class DummyWeights:
         whole = self._make(name)
         return whole if cut is None else cut.of(whole).clone()
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
         return None
 
     def _make(self, name: str) -> Tensor:
@@ -123,7 +133,5 @@ class DummyWeights:
         # Seeded by name, so that a tensor does not depend on the order of loading.
         seed = self._seed * 1_000_003 + sum(ord(c) * 31**i % 2**31 for i, c in enumerate(name))
         generator = torch.Generator(self._device).manual_seed(seed % 2**63)
-        # A large router bias decides the choice alone, as with random weights in other engines:
-        # all rows choose the same experts, so that benchmarks measure the same work.
-        scale = 10.0 if name.endswith("correction_bias") else 0.02
+        scale = self._router_bias if name.endswith("correction_bias") else 0.02
         return torch.randn(shape, generator=generator, device=self._device).mul_(scale)

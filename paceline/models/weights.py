@@ -5,6 +5,7 @@ models/reader decides in which format a tensor is kept.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from paceline.checkpoint.gguf_weights import GgufWeights
 from paceline.checkpoint.source import ModelFiles
 from paceline.errors import CheckpointError, nearest
-from paceline.models.block_fp8 import BlockFp8Weights
-from paceline.models.config_json import fp8_block_size
+from paceline.models.fp8_weights import Fp8Weights
+from paceline.models.quantised_config import fp8_scheme
 from paceline.models.sharding import Cut
 from paceline.models.weight_source import RenamedWeights, WeightSource
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,8 +47,11 @@ def open_weights(files: ModelFiles, load_format: str = "auto") -> Weights:
         return _TorchGguf(GgufWeights(files.gguf, files.config))
     is_safe = files.weight_files[0].suffix == ".safetensors"
     stored: Weights = (_SafetensorsWeights if is_safe else _PickledWeights)(files.weight_files)
-    size = fp8_block_size(files.config)
-    stored = stored if size is None else BlockFp8Weights(stored, size)
+    scheme = fp8_scheme(files.config)
+    if scheme is not None:
+        stored = Fp8Weights(stored, scheme)
+        for note in scheme.notes:
+            logger.info("%s: %s", files.name, note)
     plain = {_plain(name): name for name in stored.names()}
     return _TextWeights(stored, plain) if set(plain) != stored.names() else stored
 

@@ -99,7 +99,7 @@ class CompactRows:
         self._contract = contract
         self._pages = pages
         self._begin(ring)
-        self._slot_B, self._start_B, self._query_len_B, self._num_drafts_B = self._live()
+        self._slot_B, self._start_B, self._query_len_B = self._live()
         self._row_D: Longs | None = None  # rows that draft; those with the most drafts first
 
     @property
@@ -127,7 +127,7 @@ class CompactRows:
         result_BR[:, :RESULT_TOKENS] = 0
         result_BR[:, RESULT_TOKENS:] = -1
 
-    def _live(self) -> tuple[Longs, Longs, Longs, Longs]:
+    def _live(self) -> tuple[Longs, Longs, Longs]:
         plan, slots = self._plan, self.slots
         plan_slot = plan.slot_B.astype(np.int64)
         row_B = np.flatnonzero(slots.arrays.done_S[plan_slot] == 0)
@@ -140,10 +140,9 @@ class CompactRows:
         self._committed_B = np.minimum(asked_B, num_tokens_B - start_B)
         wanted_B = asked_B - self._committed_B
         self._draft_BK = usable_drafts(slots, slot_B, num_tokens_B, wanted_B)
-        num_drafts_B = (self._draft_BK >= 0).sum(axis=1)
-        query_len_B = self._committed_B + num_drafts_B
+        query_len_B = self._committed_B + (self._draft_BK >= 0).sum(axis=1)
         self.rows = self._step_rows(row_B, slot_B, num_tokens_B, start_B, query_len_B)
-        return slot_B, start_B, query_len_B, num_drafts_B
+        return slot_B, start_B, query_len_B
 
     def _step_rows(
         self, row_B: Longs, slot_B: Longs, num_tokens_B: Longs, start_B: Longs, query_len_B: Longs
@@ -198,11 +197,13 @@ class CompactRows:
         if self._row_D is None:
             slots, slot_B = self.slots, self._slot_B
             end_B = slots.arrays.num_tokens_S[slot_B].astype(np.int64)
-            k_B = self._draft_k_B()
-            is_drafting_B = self.samples_B & (slots.arrays.done_S[slot_B] == 0) & (k_B > 0)
-            row_D = np.flatnonzero(is_drafting_B)
-            self._row_D = row_D[np.argsort(-k_B[row_D], kind="stable")]
-            self.k_D = k_B[self._row_D]
+            self._row_D = self.k_D = np.empty(0, np.int64)
+            if self.k:
+                k_B = self._draft_k_B()
+                is_drafting_B = self.samples_B & (slots.arrays.done_S[slot_B] == 0) & (k_B > 0)
+                row_D = np.flatnonzero(is_drafting_B)
+                self._row_D = row_D[np.argsort(-k_B[row_D], kind="stable")]
+                self.k_D = k_B[self._row_D]
             self._drafting_slot_B = slot_B[self._row_D]
             self._end_B = end_B[self._row_D]
             self._stop_B = np.where(self.samples_B, end_B, self._start_B + self._query_len_B)
@@ -279,11 +280,12 @@ class CompactRows:
         it."""
         assert self._late is not None
         feature_TD = self.feature_TD if target_T is None else self.feature_TD[target_T]
-        slot_T, runs_T = np.repeat(self._slot_B, count_B), np.repeat(runs_B, count_B)
+        runs_T = np.repeat(runs_B, count_B)
         if not runs_B.all():
-            at_T = np.repeat(late_B, count_B) + _offsets(count_B)
+            kept_B = count_B * ~runs_B
             kept_TD = feature_TD if not runs_B.any() else feature_TD[torch.from_numpy(~runs_T)]
-            self._late.keep(slot_T[~runs_T], at_T[~runs_T], kept_TD)
+            at_T = np.repeat(late_B, kept_B) + _offsets(kept_B)
+            self._late.keep(np.repeat(self._slot_B, kept_B), at_T, kept_TD)
             if not runs_B.any():
                 return None
         old_B, new_B = late_B * runs_B, count_B * runs_B
@@ -358,16 +360,14 @@ class CompactRows:
         return np.where(entry_K < 0, last_D[:, None], entry_DK).flatten()
 
     def own(self, group_size: int) -> DraftPass | None:
-        """Two committed tokens cover full acceptance, where the last draft was never fed; after a
-        rejection the first of them is computed again, to the same values."""
+        """At most `StepPlan.draft_len_B` committed tokens: after a rejection some of them are
+        computed again, to the same values."""
         self._after()
         late_B, runs_B = self._put_off(self._committed()[0])
         if not runs_B.any() and len(runs_B):
             return None
-        was_fed_B = self._num_drafts_B > 0
-        if self._plan.host_drafts is not None:  # the draft model has not seen these
-            was_fed_B[np.isin(self._plan_rows(), self._plan.host_drafts.row_R)] = False
-        start_B = np.where(was_fed_B, self._stop_B - 2, self._start_B) - late_B
+        most_B = self._plan.draft_len_B[self._plan_rows()]
+        start_B = np.maximum(self._stop_B - most_B, self._start_B) - late_B
         count_B = (self._stop_B - start_B) * runs_B
         batch = self._first_pass(start_B, count_B, group_size, shift=0)
         if self._agreed is not None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -28,11 +28,14 @@ from paceline.models.decoder import Decoder
 from paceline.models.families import read_spec
 from paceline.models.heads.base import BlockModel, HeadSpec, check_draft_model
 from paceline.models.heads.registry import HEADS, pick_method, with_layers
+from paceline.models.kv_scales import check_kv_scheme
 from paceline.models.loading import expected_shapes, load_decoder
+from paceline.models.quantised_config import fp8_scheme, method_of
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import DummyWeights, NamedShapes, WeightSource
 from paceline.models.weights import open_weights
+from paceline.option_values import ROUNDING
 from paceline.parallel.groups import ALONE, Groups
 from paceline.sampling.verify import conditional_rates, synthetic_rates
 from paceline.speculation import SpeculativeConfig
@@ -40,7 +43,6 @@ from paceline.state.recurrent import LayerStorage
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
-FormatsOf = Callable[[ModelFiles], WeightFormats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,13 @@ class Found:
     head: HeadSpec | None = None  # None: a whole model
     method: str = ""  # of a draft
     is_draft: bool = False
+    rounds_by: Literal["channel", "block"] | None = None  # see WeightFormats
+
+    @property
+    def is_fp8(self) -> bool:
+        scheme = fp8_scheme(self.files.config)
+        is_stored = scheme is not None and scheme.is_served_as_stored
+        return self.rounds_by is not None or is_stored
 
     def local(self, groups: Groups) -> ModelSpec:
         """The sizes of one rank's part. Refuses, by name, a model that does not divide."""
@@ -67,10 +76,14 @@ def find_models(config: EngineConfig) -> list[Found]:
     model = config.model
     files = locate(model.model, revision=model.revision, load_format=model.load_format)
     with _about(files.name):
-        target = Found(files, read_spec(files.config))
+        rounds_by = _rounding(files, model.quantization, model.load_format)
+        target = Found(files, read_spec(files.config), rounds_by=rounds_by)
     own = config.speculative.model if config.speculative else None
     with _about(own or files.name):
         draft = _find_draft(config, target)
+    if config.cache.is_fp8:
+        with _about(files.name):
+            check_kv_scheme(files.config)
     return [target] if draft is None else [target, replace(draft, is_draft=True)]
 
 
@@ -90,8 +103,10 @@ def _find_draft(config: EngineConfig, target: Found) -> Found | None:
     if speculative is None or speculative.method in ("ngram", "suffix"):
         return None
     method: str = speculative.method
+    asked = speculative.quantization
     if method in HEADS and HEADS[method].is_in_target:
         name, files = target.files.name, target.files
+        asked, load_format = asked or config.model.quantization, config.model.load_format
     else:
         assert speculative.model is not None, "the config requires a model for this method"
         name = speculative.model
@@ -99,23 +114,23 @@ def _find_draft(config: EngineConfig, target: Found) -> Found | None:
         load_format = "dummy" if config.model.load_format == "dummy" else "auto"
         files = locate(name, revision=speculative.revision, load_format=load_format)
         method = pick_method(name, files.config, speculative)
-        _check_quantization(name, files, speculative.quantization)
     if (files.folder / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{name!r} has a mask_embedding.pt, which replaces a row of the embedding; that is not "
             "supported. Use a head that stores its mask in embed_tokens."
         )
+    rounds_by = _rounding(files, asked, load_format)
     window = speculative.draft_window_size
     if method in HEADS:
         head = HEADS[method].read(name, files.config, target.spec, speculative)
         if window is not None:
             head = with_layers(head, _windowed(name, head.layers, window))
-        return Found(files, head.layers, head, method)
+        return Found(files, head.layers, head, method, rounds_by=rounds_by)
     spec = read_spec(files.config)
     if window is not None:
         spec = _windowed(name, spec, window)
     check_draft_model(name, spec, target.spec, may_differ=speculative.use_heterogeneous_vocab)
-    return Found(files, spec, method=method)
+    return Found(files, spec, method=method, rounds_by=rounds_by)
 
 
 def _windowed(name: str, spec: ModelSpec, window: int) -> ModelSpec:
@@ -128,13 +143,22 @@ def _windowed(name: str, spec: ModelSpec, window: int) -> ModelSpec:
     return replace(spec, sliding_window=min(window, spec.sliding_window or window))
 
 
-def _check_quantization(name: str, files: ModelFiles, asked: str | None) -> None:
-    stored = dict(files.config.get("quantization_config") or {}).get("quant_method")
-    found = "gguf" if files.kind == "gguf" else stored
-    if asked is not None and asked != found:
+def _rounding(
+    files: ModelFiles, asked: str | None, load_format: str
+) -> Literal["channel", "block"] | None:
+    """How weights are rounded while they are loaded. Refuses what the files contradict."""
+    scheme = fp8_scheme(files.config)
+    stored = "gguf" if files.kind == "gguf" else method_of(files.config)
+    if asked in ROUNDING and stored is None:
+        return ROUNDING[asked]
+    if asked not in (None, stored) and (asked != "fp8" or scheme is None):
         raise CheckpointError(
-            f'"quantization" is {asked!r}, but the files of {name!r} say {found!r}; leave it out.'
+            f'"quantization" is {asked!r}, but the files of {files.name!r} say {stored!r}; leave '
+            "it out."
         )
+    if load_format != "dummy" or scheme is None or not scheme.is_served_as_stored:
+        return None
+    return "channel" if scheme.block is None else "block"
 
 
 def wanted_length(config: EngineConfig, found: list[Found]) -> tuple[int, bool]:
@@ -167,6 +191,9 @@ def kv_window(found: list[Found]) -> int | None:
     return max(reaches) if len(reaches) == len(windows) else None
 
 
+FormatsOf = Callable[[Found], WeightFormats]
+
+
 @dataclass(frozen=True, slots=True)
 class Loader:
     """Reads weights in the formats of a device."""
@@ -181,7 +208,7 @@ class Loader:
         return self._decoder(found, max_model_len, self.groups)
 
     def _decoder(self, found: Found, max_model_len: int, groups: Groups) -> Decoder:
-        formats, spec = self.formats_of(found.files), found.spec
+        formats, spec = self.formats_of(found), found.spec
         with self._weights(found, expected_shapes(spec), formats.device) as weights:
             return load_decoder(
                 spec,
@@ -204,7 +231,7 @@ class Loader:
                 return DraftModelHead(decoder, layers)
             return self._head_of_other_vocabulary(draft, decoder, layers, target.spec.vocab_size)
         self.progress("weights", 0.0)
-        formats = self.formats_of(draft.files)
+        formats = self.formats_of(draft)
         shapes = draft.head.shapes(target.spec)
         with self._weights(draft, shapes, formats.device) as weights:
             model = draft.head.load(weights, formats, target, self.draft_groups)
@@ -241,7 +268,8 @@ class Loader:
     ) -> Iterator[WeightSource]:
         """The checkpoint's tensors, or random ones of the given shapes."""
         if self.config.model.load_format == "dummy":
-            yield DummyWeights(shapes, self.config.model.seed, device)
+            bias = float(found.files.config.get("dummy_router_bias", 10.0))
+            yield DummyWeights(shapes, self.config.model.seed, device, bias)
             return
         with _about(found.files.name), closing(open_weights(found.files)) as weights:
             yield weights

@@ -37,7 +37,7 @@ from paceline.kernels.table import (
 from paceline.layers.attention import BlockPass, ForwardInputs, WantedEntries
 from paceline.parallel.contract import Contract
 from paceline.runner.graphs import GraphKey, Part
-from paceline.runner.shapes import Buckets, draft_starts, row_starts
+from paceline.runner.shapes import Buckets, draft_rows, row_starts
 from paceline.runner.step import Device, TargetPass
 from paceline.sampling.verify import SamplingMode
 from paceline.state.packets import PacketWriter
@@ -68,7 +68,7 @@ class PaddedSource:
         shape = self._buckets.shape_of(step_size)
         self.writer.admit(entry, admissions)
         self.writer.take_host_drafts(entry, plan)
-        self.writer.write(entry, plan, row_starts(plan, shape), draft_starts(plan, shape))
+        self.writer.write(entry, plan, row_starts(plan, shape), draft_rows(plan, shape))
 
     def builder(self, plan: StepPlan, step_size: StepSize) -> PaddedBuilder:
         return self.of_shape(self._buckets.shape_of(step_size))
@@ -172,7 +172,7 @@ class PaddedBuilder:
         last_B = self.buffers.own_last_B[: self.shape.rows]
         where = (self.padded, self.state, batch, last_B, self.pages.page_size)
         own_rows(self.ring, self.layout, *where)
-        longest = 2 if self.shape.is_uniform else len(batch.token_T)
+        longest = self.shape.own_width if self.shape.is_uniform else len(batch.token_T)
         return self._first_pass(batch, last_B, group_size, longest)
 
     def block(self, group_size: int, layout: BlockLayout) -> BlockPass:

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
 from paceline.drafters.base import Drafter
+from paceline.kernels.kv_codes.reference import PAGE_DTYPE
 from paceline.kernels.step_rows import PacketLayout
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
@@ -53,9 +53,14 @@ class Models:
         """The most drafts that a row verifies: the drafter's or the host's."""
         return max(self.max_k, self.config.max_host_drafts)
 
+    def page_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """How pages hold keys and values of this type, the target's and the draft's."""
+        return PAGE_DTYPE if self.config.cache.is_fp8 else dtype
+
     def token_bytes(self, dtype: torch.dtype) -> list[int]:
         """KV of one token, by model: each at its own layout."""
-        return [spec.kv_bytes_per_token(dtype.itemsize) for spec in self.specs]
+        itemsize = self.page_dtype(dtype).itemsize
+        return [spec.kv_bytes_per_token(itemsize) for spec in self.specs]
 
     def num_pages(self, max_model_len: int, dtype: torch.dtype, budget: int) -> int:
         """KV pages that fit. Refuses a budget that cannot hold one sequence."""
@@ -113,7 +118,7 @@ class Platform(Protocol):
     @property
     def backend(self) -> Backend: ...
 
-    def formats(self, models: Models, files: ModelFiles) -> WeightFormats: ...
+    def formats(self, models: Models, found: Found) -> WeightFormats: ...
     def kv_dtype(self, models: Models) -> torch.dtype: ...
 
     def max_model_len(self, models: Models) -> int:

@@ -9,12 +9,11 @@ import logging
 
 import torch
 
-from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
-from paceline.drafters.autoregressive import AutoregressiveDrafter
 from paceline.drafters.base import Drafter
 from paceline.kernels.step_rows import PacketLayout
 from paceline.kernels.table import has_numba
+from paceline.layers.fp8 import rounded_linear
 from paceline.layers.linear import (
     block_panels,
     exact_linear,
@@ -27,7 +26,7 @@ from paceline.observe.memory import host_memory
 from paceline.parallel.groups import Backend
 from paceline.parallel.placement import RankPlace
 from paceline.runner.compact_rows import CompactSource
-from paceline.runner.load_models import Progress, kv_window, wanted_length
+from paceline.runner.load_models import Found, Progress, kv_window, wanted_length
 from paceline.runner.platform import DTYPES, Execution, Models
 from paceline.runner.ranks import steps_together
 from paceline.runner.runner import StepRunner
@@ -35,6 +34,7 @@ from paceline.runner.sizing import kv_budget
 from paceline.runner.step import Device
 from paceline.runner.streams import ThreadStream
 from paceline.runner.warm_up import warm_up
+from paceline.speculation import BLOCK_METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ class CpuPlatform:
         self._free_bytes = host_memory().available // num_ranks
         torch.set_num_threads(self._num_threads)
 
-    def formats(self, models: Models, files: ModelFiles) -> WeightFormats:
+    def formats(self, models: Models, found: Found) -> WeightFormats:
         """fp32 as it is; narrower weights as the checkpoint has them, where the CPU can."""
+        files = found.files
         stored = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32")
         wanted = models.config.model.dtype
         round_to = None if wanted in ("auto", "float32") else DTYPES[wanted]
@@ -80,8 +81,14 @@ class CpuPlatform:
                 logger.warning(
                     "this CPU or torch build has no packed fp16 product; computing in float32"
                 )
+        fp8 = None
+        if found.is_fp8:
+            fp8, blocks = rounded_linear(linear), None
+            name = f"fp8 weights and activations; others: {name}"
         where = (torch.float32, self.device, round_to, name)
-        return WeightFormats(linear, embedding, *where, blocks=blocks)
+        return WeightFormats(
+            linear, embedding, *where, blocks=blocks, fp8=fp8, rounds_by=found.rounds_by
+        )
 
     def kv_dtype(self, models: Models) -> torch.dtype:
         return _KV_DTYPE
@@ -113,14 +120,15 @@ class CpuPlatform:
         return fitting
 
     def kv_budget(self, models: Models) -> int:
-        return kv_budget(models.config.cache, None, self._free_bytes)
+        free_bytes = max(self._free_bytes - late_bytes(models), 0)
+        return kv_budget(models.config.cache, None, free_bytes)
 
     def packet_layout(self, models: Models, drafter: Drafter) -> PacketLayout:
         """No packet travels: the ring holds the step's number and its results."""
         return PacketLayout.of(0, 0)
 
     def execution(self, models: Models, parts: Device, layout: PacketLayout) -> Execution:
-        source = CompactSource(parts, max_late_rows(models, parts))
+        source = CompactSource(parts, max_late_rows(models))
         return Execution(source, lambda _: ThreadStream(self._num_threads))
 
     def prepare(self, runner: StepRunner, models: Models, progress: Progress) -> None:
@@ -129,13 +137,23 @@ class CpuPlatform:
         warm_up(runner, is_joint=steps_together(models.ranks.place.layout, specs))
 
 
-def max_late_rows(models: Models, parts: Device) -> int:
+def max_late_rows(models: Models) -> int:
     """Entries of a row that the drafter's first pass may put off. None where pages of a running
     request are registered or given back, or where replicas run the same passes."""
     specs = [found.spec for found in models.found]
-    is_fixed = kv_window(models.found) is not None or parts.recurrent is not None
+    is_fixed = kv_window(models.found) is not None or specs[0].recurrent is not None
     is_fixed |= steps_together(models.ranks.place.layout, specs)
-    return 0 if is_fixed or not isinstance(parts.drafter, AutoregressiveDrafter) else MOST_LATE
+    has_passes = len(specs) > 1 and models.found[1].method not in BLOCK_METHODS
+    return MOST_LATE if has_passes and not is_fixed else 0
+
+
+def late_bytes(models: Models) -> int:
+    """Features of the target that a head's late entries keep at most."""
+    head = models.found[-1].head  # a draft model keeps none
+    if head is None:
+        return 0
+    width = max(len(getattr(head, "tap_ids", ())), 1) * models.found[0].spec.hidden_size
+    return models.num_slots * max_late_rows(models) * width * _KV_DTYPE.itemsize
 
 
 def default_threads(num_ranks: int = 1) -> int:

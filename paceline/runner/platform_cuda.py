@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from paceline.checkpoint.source import ModelFiles
 from paceline.drafters.base import Drafter
 from paceline.kernels.gpu.device import open_compiler
 from paceline.kernels.step_rows import PacketLayout
+from paceline.layers.fp8 import fp8_linear
 from paceline.layers.linear import cuda_linear, dense
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.parallel.groups import Backend
 from paceline.runner.captures import Captures
 from paceline.runner.graphs import GraphKey, Graphs, Part
-from paceline.runner.load_models import Progress, wanted_length
+from paceline.runner.load_models import Found, Progress, wanted_length
 from paceline.runner.padded_rows import PaddedSource
 from paceline.runner.platform import DTYPES, Execution, Models
 from paceline.runner.ranks import Ranks
@@ -52,13 +52,18 @@ class CudaPlatform:
     def name(self) -> str:
         return torch.cuda.get_device_name() if self.is_gpu else "cpu"
 
-    def formats(self, models: Models, files: ModelFiles) -> WeightFormats:
+    def formats(self, models: Models, found: Found) -> WeightFormats:
         """A draft computes in the target's type."""
         dtype = self.kv_dtype(models)
         linear = cuda_linear(dtype, self.device) if self.is_gpu else dense(dtype, self.device)
         name = str(dtype).removeprefix("torch.")
         return WeightFormats(
-            linear, dtype, dtype, self.device, name=name, compute=dtype, has_fixed_shapes=True
+            *(linear, dtype, dtype, self.device),
+            name=f"fp8, {name}" if found.is_fp8 else name,
+            compute=dtype,
+            has_fixed_shapes=True,
+            fp8=fp8_linear(dtype, self.device) if found.is_fp8 else None,
+            rounds_by=found.rounds_by,
         )
 
     def kv_dtype(self, models: Models) -> torch.dtype:
@@ -79,7 +84,10 @@ class CudaPlatform:
         if not self.is_gpu:
             return kv_budget(cache, None, 1 << 40)
         # A draft is loaded after its pages exist; its weights are counted here.
-        draft = sum(spec.num_parameters for spec in models.specs[1:]) * dtype.itemsize
+        draft = sum(
+            spec.weight_bytes(dtype.itemsize, is_fp8=found.is_fp8)
+            for spec, found in zip(models.specs[1:], models.found[1:], strict=True)
+        )
         capacity, buckets = _capacity(models), self._buckets(models)
         steps = [
             _sizes(spec, capacity, buckets, dtype, capacity.logits if i else capacity.rows)
@@ -107,12 +115,15 @@ class CudaPlatform:
 
     def _buckets(self, models: Models) -> Buckets:
         """The same on every rank: of the whole target's weights."""
-        weight_bytes = models.found[0].spec.num_parameters * self.kv_dtype(models).itemsize
+        target, itemsize = models.found[0], self.kv_dtype(models).itemsize
+        weight_bytes = target.spec.weight_bytes(itemsize, is_fp8=target.is_fp8)
         num_slots, num_tokens = models.config.scheduler.sizes
         sizes = (num_slots, num_tokens, models.max_k)
         speculative = models.config.speculative
         tiers = speculative.k_tiers if speculative else ()
-        return Buckets.of(*sizes, weight_bytes, models.window_k, tiers)
+        has_model = any(draft.head is None for draft in models.found[1:])
+        where = (weight_bytes, models.window_k, tiers)
+        return Buckets.of(*sizes, *where, has_draft_model=has_model)
 
     def _uses_graphs(self, models: Models) -> bool:
         """Where the device is a GPU, no collective waits for the host, and none is compared."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.kernels.step_rows import StepShape
-from paceline.step import StepPlan, StepSize
+from paceline.step import Ints, StepPlan, StepSize
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with prompt chunks: rows cost little there, and tokens cost much.
@@ -37,6 +37,7 @@ class Buckets:
     # 0, the drafter's K, smaller ones for "auto", and the host's where that is larger.
     k_tiers: tuple[int, ...]
     max_k: int  # the drafter's: larger tiers are captured when host drafts have been met
+    has_draft_model: bool = False  # its first pass is wider behind drafts of the host
 
     @classmethod
     def of(
@@ -47,6 +48,8 @@ class Buckets:
         weight_bytes: int | None = None,
         window_k: int = 0,
         k_tiers: tuple[int, ...] = (),
+        *,
+        has_draft_model: bool = False,
     ) -> Buckets:
         """Without `weight_bytes` only steps of few tokens are captured, as for a large model.
         `window_k`: the most drafts of a row, if the host proposes more than the drafter.
@@ -61,6 +64,7 @@ class Buckets:
             mixed_tokens=(*tokens, max_tokens) if max_tokens <= most else tokens,
             k_tiers=tuple(sorted({0, *k_tiers, max_k, max(max_k, window_k)})),
             max_k=max_k,
+            has_draft_model=has_draft_model,
         )
 
     def shape_of(self, step_size: StepSize) -> StepShape:
@@ -68,7 +72,7 @@ class Buckets:
         k = self.k_tiers[bisect_left(self.k_tiers, step_size.k)]
         if step_size.is_uniform:
             rows = _at_least(self.rows, max(step_size.rows, 1))
-            return StepShape(rows, rows * (k + 1), k, True)
+            return self._uniform(rows, k, has_host_drafts=step_size.has_host_drafts)
         rows = _at_least(self.mixed_rows, step_size.rows)
         index = bisect_left(self.mixed_tokens, step_size.tokens)
         if index < len(self.mixed_tokens):
@@ -82,7 +86,11 @@ class Buckets:
     def decode_shapes(self, k: int) -> Iterator[StepShape]:
         """Largest first: its memory serves all that follow."""
         for rows in reversed(self.rows):
-            yield StepShape(rows, rows * (k + 1), k, True)
+            yield self._uniform(rows, k, has_host_drafts=k > self.max_k)
+
+    def _uniform(self, rows: int, k: int, *, has_host_drafts: bool) -> StepShape:
+        is_wide = self.has_draft_model and has_host_drafts
+        return StepShape(rows, rows * (k + 1), k, True, k + 2 if is_wide else 2)
 
     def mixed_shapes(self, k: int) -> Iterator[StepShape]:
         for tokens in reversed(self.mixed_tokens):
@@ -98,13 +106,12 @@ def row_starts(plan: StepPlan, shape: StepShape) -> np.ndarray[tuple[int], np.dt
     return np.cumsum(plan.query_len_B) - plan.query_len_B
 
 
-def draft_starts(plan: StepPlan, shape: StepShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The same for a draft model's own first pass: two tokens to decode, a chunk and its sample."""
+def draft_rows(plan: StepPlan, shape: StepShape) -> tuple[Ints, Ints]:
+    """The first entry of each row in a draft model's own first pass, and the most it may have."""
+    length_B = plan.draft_len_B
     if shape.is_uniform:
-        return np.arange(plan.num_rows) * 2
-    is_decode = plan.query_len_B == plan.k_B + 1
-    widths = np.where(is_decode, 2, plan.query_len_B + plan.samples_B)
-    return np.cumsum(widths) - widths
+        return np.arange(plan.num_rows, dtype=np.int32) * shape.own_width, length_B
+    return np.cumsum(length_B, dtype=np.int32) - length_B, length_B
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

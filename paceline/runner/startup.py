@@ -71,7 +71,7 @@ def build_on(
     max_model_len = ranks.smallest("length", platform.max_model_len(models))
     loader = Loader(
         config,
-        lambda files: platform.formats(models, files),
+        lambda x: replace(platform.formats(models, x), has_fp8_pages=config.cache.is_fp8),
         progress,
         groups=ranks.groups,
         draft_groups=ranks.draft_groups,
@@ -91,7 +91,8 @@ def build_on(
     pages = Pages(count, page_size, slots.num_slots, max_model_len, platform.device)
     recurrent = make_recurrent(specs[0], slots, num_snapshots, dtype)
     layers = [
-        add_storage(pages, spec, dtype, None if i else recurrent) for i, spec in enumerate(specs)
+        add_storage(pages, spec, models.page_dtype(dtype), None if i else recurrent)
+        for i, spec in enumerate(specs)
     ]
     head = loader.head(found[1], model, layers[1]) if len(found) > 1 else None
     progress("making room for steps", 0.0)
@@ -178,7 +179,8 @@ def _methods(models: Models) -> tuple[str, ...]:
 def _info(models: Models, parts: Device, platform: Platform) -> RunnerInfo:
     """What the host is told: the same facts on every device."""
     slots, pages, drafter = parts.slots, parts.pages, parts.drafter
-    bytes_per_token = sum(models.token_bytes(platform.kv_dtype(models)))
+    dtype, is_fp8 = platform.kv_dtype(models), models.config.cache.is_fp8
+    bytes_per_token = sum(models.token_bytes(dtype))
     files = models.found[0].files
     return RunnerInfo(
         num_pages=pages.num_pages,
@@ -197,8 +199,9 @@ def _info(models: Models, parts: Device, platform: Platform) -> RunnerInfo:
         num_snapshots=parts.recurrent.num_snapshots if parts.recurrent else 0,
         max_num_batched_tokens=models.config.scheduler.sizes[1],
         model_name=files.name,
+        kv_cache_dtype="fp8_e4m3" if is_fp8 else str(dtype).removeprefix("torch."),
         kv_cache_bytes=pages.num_pages * pages.page_size * bytes_per_token,
         device=platform.name,
-        dtype=platform.formats(models, files).name,
+        dtype=platform.formats(models, models.found[0]).name,
         weights_bytes=parts.model.nbytes,
     )

@@ -9,6 +9,7 @@ Shape letters: S slots, C most entries, D feature size, N some entries.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +23,10 @@ class LateRows:
         self.most = most
         self.count_S: Longs = np.zeros(num_slots, np.int64)
         self.has_sampled_S: Bools = np.zeros(num_slots, np.bool_)  # since its admission
-        self._feature_SCD: Tensor | None = None  # allocated when the first entry is put off
+        # Bytes of features, allocated when the first entry is put off. Small copies are faster in
+        # numpy, which has not all types of torch.
+        self._feature_SCX: npt.NDArray[np.uint8] | None = None
+        self._dtype = torch.float32
 
     def begin(self, slots: list[int]) -> None:
         """New requests own these slots."""
@@ -31,11 +35,14 @@ class LateRows:
 
     def keep(self, slot_N: Longs, offset_N: Longs, feature_ND: Tensor) -> None:
         """Keep features of entries. `offset_N`: entries of the slot that were put off before."""
-        if self._feature_SCD is None:
-            shape = (len(self.count_S), self.most, feature_ND.shape[1])
-            self._feature_SCD = feature_ND.new_zeros(shape)
-        self._feature_SCD[torch.from_numpy(slot_N), torch.from_numpy(offset_N)] = feature_ND
+        feature_NX = feature_ND.view(torch.uint8).numpy()
+        if self._feature_SCX is None:
+            self._feature_SCX = np.zeros(
+                (len(self.count_S), self.most, feature_NX.shape[1]), np.uint8
+            )
+            self._dtype = feature_ND.dtype
+        self._feature_SCX[slot_N, offset_N] = feature_NX
 
     def features(self, slot_N: Longs, offset_N: Longs) -> Tensor:
-        assert self._feature_SCD is not None
-        return self._feature_SCD[torch.from_numpy(slot_N), torch.from_numpy(offset_N)]
+        assert self._feature_SCX is not None
+        return torch.from_numpy(self._feature_SCX[slot_N, offset_N]).view(self._dtype)

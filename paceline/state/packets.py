@@ -29,8 +29,9 @@ from paceline.state.staging import SlotRow, restore_snapshots
 from paceline.state.step_buffers import slot_tensors
 from paceline.step import LateMasks, SlotInit, StepPlan
 
-# Rows of `Slots` that few requests bring: copied one by one.
-_RARE = ("bias_ids_SE", "bias_values_SE", "bad_words_SEE", "allowed_bits_SV", "rates_SK")
+_IDS = ("seed_S2", "eos_ids_SE", "stop_ids_SE")  # the columns of `ids_SE`
+# In the record of every request. Other rows, which few requests bring, are copied one by one.
+_IN_RECORD = {*FIELDS, *_IDS}
 
 
 class PacketWriter:
@@ -73,8 +74,9 @@ class PacketWriter:
         self._mask_host_W = self._host(size)
         self._mask_W = torch.full((size,), -1, dtype=torch.int32, device=slots.device)
 
-    def write(self, entry: int, plan: StepPlan, row_start_B: Any, draft_start_B: Any) -> None:
-        """The packet of a step, for the kernel that begins it."""
+    def write(self, entry: int, plan: StepPlan, row_start_B: Any, drafts: tuple[Any, Any]) -> None:
+        """The packet of a step, for the kernel that begins it. `drafts`: starts and lengths of the
+        rows of a draft model."""
         layout, words = self._layout, self._packet_EP[entry]
         count, appends = plan.num_rows, plan.page_appends
         num_appends = 0 if appends is None else len(appends.slot)
@@ -85,7 +87,8 @@ class PacketWriter:
         words[layout.planned : layout.planned + count] = plan.query_len_B
         words[layout.samples : layout.samples + count] = plan.samples_B
         words[layout.row_start : layout.row_start + count] = row_start_B
-        words[layout.draft_start : layout.draft_start + count] = draft_start_B
+        words[layout.draft_start : layout.draft_start + count] = drafts[0]
+        words[layout.draft_len : layout.draft_len + count] = drafts[1]
         if appends is not None:
             words[layout.append_slot : layout.append_slot + num_appends] = appends.slot
             words[layout.append_index : layout.append_index + num_appends] = appends.index
@@ -108,11 +111,10 @@ class PacketWriter:
         record = pack_admissions(AdmitRecord.of(self._tensors), packed)
         rare, num_words = [], len(record)
         for init, row in admissions:
-            for name in _RARE:
-                if name in row:
-                    values = np.ascontiguousarray(row[name]).view(np.int32).reshape(-1)
-                    rare.append((name, init.slot, num_words, values))
-                    num_words += len(values)
+            for name in (name for name in row if name not in _IN_RECORD):
+                values = np.ascontiguousarray(row[name]).view(np.int32).reshape(-1)
+                rare.append((name, init.slot, num_words, values))
+                num_words += len(values)
         host_W = self._reserve(entry, num_words)
         view = host_W.numpy()
         view[: len(record)] = record
@@ -197,5 +199,5 @@ def _admission(init: SlotInit, row: SlotRow) -> Admission:
     num_ints = len(INT_FIELDS)
     fields_F[:num_ints] = [values.get(name, 0) for name in INT_FIELDS]
     fields_F[num_ints:].view(np.float32)[:] = [values.get(name, 0.0) for name in FLOAT_FIELDS]
-    ids_E = np.concatenate([row["seed_S2"], row["eos_ids_SE"], row["stop_ids_SE"]])
+    ids_E = np.concatenate([row[name] for name in _IDS])
     return Admission(init.slot, fields_F, ids_E.astype(np.int32), init.tokens, init.pages)

@@ -46,9 +46,13 @@ class RingReader:
         self._wait(self._stamp_E, entry, step)
 
     def drafts(self, entry: int, plan: StepPlan) -> Ints:
-        """The drafts of a step that publishes them, by plan row. Waits for the drafter."""
+        """The drafts of a step that publishes them, by plan row; -1: none. Waits for the drafter.
+
+        A step of fixed shapes may propose more than its plan asks for, and the next one may verify
+        them.
+        """
         self._wait(self._draft_stamp_E, entry, plan.step)
-        drafts_BK: Ints = self._draft_EBK[entry, : plan.num_rows, : plan.k].copy()
+        drafts_BK: Ints = self._draft_EBK[entry, : plan.num_rows].copy()
         return drafts_BK
 
     def _wait(self, stamp_E: Ints, entry: int, step: int) -> None:

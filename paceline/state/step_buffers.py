@@ -85,7 +85,8 @@ class StepBuffers:
 
     def own_batch(self, shape: StepShape) -> BatchRows:
         """A draft model's first pass: two tokens of a decoding row, a chunk and one more."""
-        tokens = 2 * shape.rows if shape.is_uniform else shape.tokens + shape.rows
+        own = shape.rows * shape.own_width
+        tokens = own if shape.is_uniform else shape.tokens + shape.rows
         return _cut(self._own, tokens, shape.rows)
 
     def block_batch(self, shape: StepShape, width: int) -> BatchRows:

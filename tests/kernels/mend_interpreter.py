@@ -5,8 +5,10 @@ makes it three times as fast: what is done again for every call or every value i
 integer sums are no longer computed a second time, in 64 bits, to see whether they overflow; cases
 that are small enough for an interpreter have none.
 
-Products of half precision are summed up in 64 bits, where they have no rounding to speak of: numpy
-gives a row of a block other last digits in another place of it, on CPUs without AVX-512.
+e4m3 becomes what torch makes of it; the interpreter rounds a part of them wrongly, and has no NaN.
+
+Products of half precision or of e4m3 are summed up in 64 bits, where they have no rounding to speak
+of: numpy gives a row of a block other last digits in another place of it, on CPUs without AVX-512.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -25,6 +28,8 @@ _patch = interpreter._patch_lang
 _numpy_type = interpreter._get_np_dtype
 _numpy_types: dict[str, Any] = {}
 _dot = interpreter.InterpreterBuilder.create_dot
+_convert = interpreter._convert_float
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
@@ -46,10 +51,21 @@ def _numpy_type_once(type_: Any) -> Any:
     return _numpy_types[name]
 
 
+def _convert_e4m3(data: Any, old: Any, new: Any, rounding_mode: Any) -> Any:
+    """Bits of the type `old` as those of `new`."""
+    if old.scalar == core.float8e4nv:
+        return _E4M3[data].astype(_numpy_type_once(new))
+    if new.scalar == core.float8e4nv:
+        numbers = torch.from_numpy(np.ascontiguousarray(data.view(_numpy_type_once(old))))
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
+    return _convert(data, old, new, rounding_mode)
+
+
 def _exact_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-    if a.data.dtype != np.float16 or b.data.dtype != np.float16:
+    numbers = [_E4M3[x.data] if x.dtype.scalar == core.float8e4nv else x.data for x in (a, b)]
+    if numbers[0] is a.data and a.data.dtype != np.float16:
         return _dot(self, a, b, d, *rest)
-    product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+    product = np.matmul(*numbers, dtype=np.float64).astype(d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
@@ -62,6 +78,7 @@ def _without_name(self: Any, types: Any, fields: Any = None) -> None:
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once
 interpreter._get_np_dtype = _numpy_type_once
+interpreter._convert_float = _convert_e4m3
 core.tuple_type.__init__ = _without_name
 interpreter.InterpreterBuilder.create_dot = _exact_dot
 builder = interpreter.interpreter_builder

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,25 +13,30 @@ from torch import Tensor
 
 from paceline.kernels.attention.reference import AttentionBatch
 from tests.gpu.engines import has_gluon_kernels
-from tests.kernels.cases.attention import DEAD, Shape, arguments, cases
+from tests.kernels.cases.attention import DEAD, Shape, arguments, attention_batch, cases
 from tests.kernels.cases.pairs import TritonCase, check
 from tests.kernels.interpreted import run_interpreted
 
 SHAPE = Shape([(3, 300), (1, 2900), DEAD], (2, 1), 16, width=4)
+# A long row, whose reaches are neither the shortest nor whole stretches, and 63 others.
+CROWD = Shape([(3, 3300), *((1 + i % 4, 9 + 7 * i % 50) for i in range(63))], (2, 1), 16, width=4)
 PROMPTS = [c for c in cases() if any(word in c.name for word in ("prompt", "chunk", "mixed"))]
 WIDE_WINDOW = 1500  # begins in the middle of a reach
 WINDOW = 43  # the first query of row 0 sees the last key of a stretch, and its last query does not
 
 
 def outcome(
-    device: torch.device, batch_rows: list[int], width: int = 4, window: int | None = None
+    device: torch.device,
+    batch_rows: list[int],
+    width: int = 4,
+    window: int | None = None,
+    shape: Shape = SHAPE,
+    dtype: torch.dtype = torch.float16,
 ) -> Tensor:
-    """The last query of each of these rows of SHAPE, computed in a batch of them alone."""
+    """The last query of each of these rows, computed in a batch of them alone."""
     from paceline.kernels.attention.triton.attend import paged_attention
 
-    qkv_TD, key, value, batch, scale = arguments(replace(SHAPE, window=window))(
-        device, torch.float16
-    )
+    qkv_TD, key, value, batch, scale = arguments(replace(shape, window=window))(device, dtype)
     rows = torch.tensor(batch_rows, device=device)
     query_len_B = batch.query_len_B[rows].clamp(max=width)
     last_B = (batch.row_start_B + batch.query_len_B.clamp(min=1))[rows] - 1
@@ -76,9 +84,69 @@ def check_bits(device_name: str) -> None:
     assert not torch.equal(narrow, together)
 
 
+def check_crowd(device_name: str) -> None:
+    """A long row alone has the bits that it has among 63 others, however it is cut."""
+    from paceline.kernels.attention.triton import work
+
+    device = torch.device(device_name)
+
+    def found(rows: list[int], reaches: int, **changes: Any) -> Tensor:
+        """In fp32, whose bits hide no order of sums."""
+        with mock.patch.multiple(work, most_reaches=lambda *_: reaches, **changes):
+            return outcome(device, rows, shape=CROWD, dtype=torch.float32)
+
+    together = found(list(range(64)), 3)
+    assert torch.equal(found([0], 3)[0], together[0])
+    for changes in ({"LITTLE": 0}, {"MOST_PARTIALS": 0}):  # reaches, or one span
+        assert torch.equal(found([0, 1], 3, **changes), together[:2]), changes
+    # A GPU with few multiprocessors: the row is one reach, even where there is little to do.
+    alone = found([0], 1)[0]
+    assert torch.equal(found([0, 1], 1, LITTLE=0)[0], alone)
+    assert not torch.equal(alone, together[0]), "reaches are seen in these bits"
+
+
+def check_room() -> None:
+    """Partial results and items fit in what shapes alone make room for."""
+    from paceline.kernels.attention.triton import work
+
+    random = Random(1)
+    for _ in range(30):
+        lengths = [random.choice((0, 1, 70, 300, 1100, 2500, 9000)) for _ in range(6)]
+        rows = [(min(n, random.randint(1, 4)), n) if n else DEAD for n in lengths]
+        window = random.choice((None, None, 45, 700, 1500))
+        shape = Shape(rows, (2, 1), 16, width=4, window=window)
+        table_SP = torch.zeros(6, 9000 // 16 + 1, dtype=torch.int32)
+        batch = attention_batch(shape, table_SP, torch.device("cpu"))
+        most = mock.Mock(return_value=random.choice((1, 2, 5, 49)))
+        changes: Any = {"LITTLE": random.choice((0, 8, 64)), "most_reaches": most}
+        sizes: Any = random.choice(({}, {"reach": 256}))
+        with mock.patch.multiple(work, **changes):
+            made = work.make_work(batch, 24, 1, **sizes)
+        items = made.span_E8[: made.count_2[0]]
+        assert len(items) == made.count_2[0]
+        cut = sorted(x for x in items[:, 6].tolist() if x >= 0)
+        assert cut == list(range(len(cut))), "every partial result has one place"
+        assert len(cut) <= made.num_partials, (rows, window, changes)
+
+
+def test_partial_results_find_room_interpreted() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_room")
+
+
 def test_bits_are_the_rows_own_business_interpreted() -> None:
     pytest.importorskip("triton")
     run_interpreted(f"{__name__}:check_bits", "cpu")
+
+
+def test_a_long_row_has_the_same_bits_alone_and_among_64_interpreted() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(f"{__name__}:check_crowd", "cpu")
+
+
+@pytest.mark.gpu
+def test_a_long_row_has_the_same_bits_alone_and_among_64_on_the_gpu() -> None:
+    check_crowd("cuda")
 
 
 @pytest.mark.gpu

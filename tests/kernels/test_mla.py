@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +158,11 @@ def check_bits(device_name: str) -> None:
         setattr(work, name, value)
         assert torch.equal(outcome(device, [0, 1, 2]), together), (name, value)
         setattr(work, name, was)
+    with mock.patch.object(work, "most_reaches", return_value=4):  # of 384, whatever the GPU
+        long = outcome(device, [0, 1, 2])
+        assert torch.equal(outcome(device, [1], width=1)[0], long[1])
+        with mock.patch.object(work, "MOST_PARTIALS", 0):
+            assert torch.equal(outcome(device, [0, 1, 2]), long)
 
 
 def test_bits_are_the_rows_own_business_interpreted() -> None:

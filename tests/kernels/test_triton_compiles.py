@@ -41,8 +41,10 @@ def only_compile(self, *args, grid, warmup, **options):
 JITFunction.run = only_compile
 seen, failed = set(), []
 for case in all_triton_cases():
-    kind = (case.operation, case.name.startswith("block_"))
-    if kind in seen and not ALL or case.is_large:
+    if case.name.startswith("fp8 pages") != PAGES and not ALL:
+        continue
+    kind = (case.operation, case.name.startswith("block_"), case.least_arch)
+    if kind in seen and not ALL or case.is_large or ARCH < case.least_arch:
         continue
     seen.add(kind)
     try:
@@ -58,6 +60,19 @@ if SHAPES:  # without a measurement for the GPU, its tiles are the default ones
         for num_rows in (1, 8, 16, 32, 64):
             x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16)
             linear(x, product, tile=default_tile(num_outputs, num_inputs, num_rows, x.dtype))
+if ARCH >= 89:  # e4m3 by both kinds of scales: few rows, and many
+    from paceline.kernels.fp8.reference import quantise_rows, quantise_weight
+    from paceline.kernels.fp8.triton.products import fp8_linear
+    from paceline.kernels.linear.tiles import default_fp8_tile
+    for num_outputs, num_inputs in SHAPES or [(4096, 512)]:
+        wide = torch.zeros(num_outputs, num_inputs)
+        for is_blocked in (False, True):
+            weight = quantise_weight(wide, is_blocked)
+            for num_rows in (1, 128, 2000):
+                rows = quantise_rows(wide[:1].expand(num_rows, -1), is_blocked)
+                tile = default_fp8_tile(num_outputs, num_inputs, num_rows, wide.device)
+                tile = tile._replace(kind="tma" if ARCH >= 90 else "dot")
+                fp8_linear(rows, weight, None, torch.bfloat16, tile)
 needed.pop("_gated_kernel", None)  # chosen on Hopper alone
 failed += [f"{name} needs {n} bytes of {LIMIT}" for name, n in needed.items() if n > LIMIT]
 print(len(seen), "kernels", *failed, sep="\\n")
@@ -69,8 +84,10 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHAPES = [(6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536), (3072, 576)]
 
 
-def check_compiles(arch: int, cache: Path, *, shapes: bool = False, every: bool = False) -> None:
-    head = f"ARCH, LIMIT, ALL = {arch}, {SHARED_BYTES[arch]}, {every}\n"
+def check_compiles(
+    arch: int, cache: Path, *, shapes: bool = False, every: bool = False, fp8_pages: bool = False
+) -> None:
+    head = f"ARCH, LIMIT, ALL, PAGES = {arch}, {SHARED_BYTES[arch]}, {every}, {fp8_pages}\n"
     program = f"{head}SHAPES = {SHAPES if shapes else []}\n{PROGRAM}"
     done = run_program(program, cache, 3600 if every else 280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,6 +125,14 @@ def test_every_kernel_compiles_for_other_gpus(arch: int, tmp_path: Path) -> None
     Ada has half of its shared memory."""
     pytest.importorskip("triton")
     check_compiles(arch, tmp_path, shapes=True)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_kernels_of_fp8_pages_compile(arch: int, tmp_path: Path) -> None:
+    """Ampere has no instruction for e4m3."""
+    pytest.importorskip("triton")
+    check_compiles(arch, tmp_path, fp8_pages=True)
 
 
 @pytest.mark.slow
@@ -194,6 +219,7 @@ PROMPTS = """
 gpu.is_hopper = lambda device: True
 from paceline.kernels.attention.triton import attend
 from tests.kernels.cases.attention import Shape, arguments
+from tests.kernels.cases.kv_codes import coded_attention
 
 # Queries that the copy engine fetches and that it does not; with and without the step's own blocks.
 shapes = [Shape([(270, 300)], (4, 1), 128), Shape([(40, 150)], (3, 1), 128)]
@@ -205,6 +231,9 @@ for call in calls:
     kernel = attend.tiles_kernel(*call[:-1])
     assert kernel.__module__.endswith("attention.triton.tiles"), kernel
     attend.GLUONS_TRITON = triton.__version__
+coded = coded_attention(arguments(shapes[0]))(torch.device("cpu"), torch.bfloat16)
+kernel = attend.tiles_kernel(*coded[:4])
+assert kernel.__module__.endswith("attention.triton.tiles"), "fp8 pages"
 with gpu.compiling_ahead():
     for call in calls:
         attend.paged_attention(*call)

@@ -27,7 +27,7 @@ def weights() -> ExpertWeights:
 
 
 def experts(kind: str) -> Experts:
-    gate_up, down = weights()
+    gate_up, down, *_ = weights()
     if kind == "stacked":
         return StackedExperts(weights(), apply_experts)
     pairs = zip(gate_up, down, strict=True)
@@ -45,7 +45,7 @@ def test_every_row_gets_the_sum_of_its_experts_and_the_shared_one(kind: str) -> 
     x_TD, shared_TD = rows(9), rows(9).flip(0)
     chosen_TK, weight_TK = route(torch.randn(9, EXPERTS), None, Routing(CHOSEN))
     found = experts(kind)(RoutedRows(x_TD, chosen_TK, weight_TK), shared_TD.clone())
-    gate_up, down = weights()
+    gate_up, down, *_ = weights()
     for t in range(9):
         wanted = shared_TD[t].clone()
         for expert, weight in zip(chosen_TK[t].tolist(), weight_TK[t], strict=True):
@@ -133,7 +133,7 @@ def test_the_bias_is_for_the_choice_and_groups_are_kept_by_their_best_pair() -> 
 
 def test_shared_experts_are_taken_by_every_row_with_weight_one() -> None:
     """Stacked behind the others they make what an MLP as wide as all of them makes."""
-    gate_up, down = weights()
+    gate_up, down, *_ = weights()
     x_TD, routed = rows(7), EXPERTS - 2
     logits_TE = torch.randn(7, routed, generator=torch.Generator().manual_seed(3))
     how = Routing(CHOSEN, scaling=1.5)

@@ -26,7 +26,7 @@ from paceline.models.loading import expected_shapes, load_decoder
 from paceline.models.reader import WeightFormats
 from paceline.models.sharding import Cut
 from paceline.models.spec import ModelSpec
-from paceline.models.weight_source import DummyWeights, WeightSource
+from paceline.models.weight_source import DummyWeights, Stored, WeightSource
 from paceline.models.weights import open_weights
 from paceline.parallel.collectives import SOLO, Group
 from paceline.parallel.contract import Contract
@@ -116,7 +116,7 @@ class Recording:
         self.reads[name] = self.reads.get(name, 0) + value.numel()
         return value
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
         return self.source.blocks(name, cut)
 
 

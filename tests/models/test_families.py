@@ -77,10 +77,10 @@ def test_biases_follow_the_family() -> None:
         ({"hidden_size": None}, "hidden_size is None"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised with 'mxfp4'"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantised with 'NVFP4'"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantised with 'modelopt' 'NVFP4'"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
-            r"'fp8', which is not .* fp8 with a weight_block_size of \[rows, columns\]",
+            r"quantised with fp8 in blocks of \[0, 128\], not of \[rows, columns\]",
         ),
         ({"quantization_config": "awq"}, "quantization_config is 'awq'; an object is needed"),
         ({"architectures": 3}, "architectures is 3; a list is needed"),

@@ -214,6 +214,22 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
         torch.testing.assert_close(found, paged_logits(fixed, ids, [20]), rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_dummy_rows_choose_the_same_experts_unless_the_router_has_no_bias(tmp_path: Path) -> None:
+    save_tiny(tmp_path, LATENT_FAMILIES[0])
+    spec = read_spec(locate(str(tmp_path)).config)
+    x_TD = torch.randn(64, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    counts = []
+    for bias in (10.0, 0.0):
+        source = DummyWeights(expected_shapes(spec), 1, CPU, bias)
+        mlp = load_decoder(spec, source, EXACT, max_model_len=64).layers[-1].mlp
+        assert isinstance(mlp, MoeMlp)
+        chosen_TK, _ = mlp.router(x_TD)
+        counts.append(len(chosen_TK.sort(1).values.unique(dim=0)))
+    assert counts[0] == 1
+    assert counts[1] > 5
+
+
 @pytest.mark.parametrize("is_dummy", [False, True], ids=["one by one", "fused"])
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
 @torch.no_grad()

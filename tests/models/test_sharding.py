@@ -21,7 +21,7 @@ from paceline.models.loading import expected_shapes, load_decoder, open_reader
 from paceline.models.reader import Reader, WeightFormats
 from paceline.models.sharding import Cut
 from paceline.models.spec import ModelSpec
-from paceline.models.weight_source import DummyWeights, WeightSource
+from paceline.models.weight_source import DummyWeights, Stored, WeightSource
 from paceline.models.weights import open_weights
 from paceline.parallel.collectives import Group
 from paceline.parallel.contract import Contract
@@ -75,7 +75,7 @@ class Recording:
         self.read[name] = self.read.get(name, 0) + value.numel()
         return value
 
-    def blocks(self, name: str, cut: Cut | None = None) -> tuple[str, Tensor] | None:
+    def blocks(self, name: str, cut: Cut | None = None) -> Stored | None:
         return self.source.blocks(name, cut)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.kernels.step_rows import StepShape
-from paceline.runner.shapes import Buckets, draft_starts, row_starts
-from paceline.step import StepPlan, StepSize
+from paceline.runner.shapes import Buckets, draft_rows, row_starts
+from paceline.step import HostDrafts, StepPlan, StepSize
 
 
 def plan(k_B: list[int], chunks: list[tuple[int, bool]], k: int | None = None) -> StepPlan:
@@ -62,7 +62,7 @@ def test_a_chunk_makes_a_step_mixed_and_packs_its_rows() -> None:
     assert shape == StepShape(4, 64, 3, False)
     assert row_starts(mixed, shape).tolist() == [0, 4, 6, 46]
     # Two tokens to decode, a chunk as it is, a last chunk with its sample.
-    assert draft_starts(mixed, shape).tolist() == [0, 2, 4, 44]
+    assert [x.tolist() for x in draft_rows(mixed, shape)] == [[0, 2, 4, 44], [2, 2, 40, 8]]
 
 
 def test_a_chunk_of_one_token_is_a_decoding_row() -> None:
@@ -73,7 +73,23 @@ def test_uniform_rows_are_as_far_apart_as_the_tier_is_wide() -> None:
     uniform = plan([1, 0, 3], [])
     shape = BUCKETS.shape_of(uniform.step_size())
     assert row_starts(uniform, shape).tolist() == [0, 4, 8]
-    assert draft_starts(uniform, shape).tolist() == [0, 2, 4]
+    assert [x.tolist() for x in draft_rows(uniform, shape)] == [[0, 2, 4], [2, 2, 2]]
+
+
+def test_drafts_of_the_host_are_new_to_a_draft_model() -> None:
+    """Only the row that may have them computes them all. Other drafters need no other shapes."""
+    windows = plan([3, 3, 2], [])
+    none, least = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    windows.host_drafts = HostDrafts(np.array([1], np.int32), least, none, least)
+    size = StepSize.joined([StepSize(), windows.step_size(), plan([3] * 9, []).step_size()])
+    assert windows.step_size().draft_tokens == 2 + 5 + 2
+    assert BUCKETS.shape_of(size) == StepShape(16, 64, 3, True)
+    buckets = Buckets.of(64, 512, 3, window_k=7, has_draft_model=True)
+    shape = buckets.shape_of(size)
+    assert shape == StepShape(16, 64, 3, True, own_width=5)
+    assert [x.tolist() for x in draft_rows(windows, shape)] == [[0, 5, 10], [2, 5, 2]]
+    assert {s.own_width for s in buckets.decode_shapes(3)} == {2}
+    assert {s.own_width for s in buckets.decode_shapes(7)} == {9}
 
 
 def test_steps_above_the_largest_bucket_get_a_shape_of_their_own() -> None:

@@ -72,6 +72,26 @@ def test_draft_kv_is_counted_in_the_cache_sizing(folder: Path) -> None:
     assert drafted.kv_cache_bytes <= 1 << 19
 
 
+@pytest.mark.parametrize(("method", "num_vectors"), [("eagle", 1), ("eagle3", 3)])
+def test_features_of_late_rows_are_counted_in_the_cache_sizing(
+    folder: Path, method: str, num_vectors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a head may put off is in the host's memory too."""
+    available = 1 << 21
+    monkeypatch.setattr(
+        "paceline.runner.platform_cpu.host_memory", lambda: HostMemory(1 << 30, available)
+    )
+    head = folder / ("head" if method == "eagle" else "head3")
+    speculative = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    info = build(folder, max_num_seqs=256, speculative_config=speculative).info
+    hidden_size = json.loads((folder / "target" / "config.json").read_text())["hidden_size"]
+    late = 256 * info.max_late_drafter_rows * num_vectors * hidden_size * 4
+    assert late > 0
+    token_bytes = info.kv_cache_bytes // (info.num_pages * info.page_size)
+    left = (available - late) // 2 - info.kv_cache_bytes
+    assert 0 <= left <= 2 * info.page_size * token_bytes  # a page is padding
+
+
 def eagle(folder: Path, name: str = "head") -> dict[str, Any]:
     return {"method": "eagle", "model": str(folder / name), "num_speculative_tokens": 3}
 

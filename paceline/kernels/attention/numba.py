@@ -14,6 +14,8 @@ from torch import Tensor
 
 from paceline.kernels.attention import reference as attention
 from paceline.kernels.attention.reference import AttentionBatch
+from paceline.kernels.elementwise.numba import copy_row, page_addresses, scale_addresses
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.vector.jit import c_function, jit
 from paceline.kernels.vector.simd import (
     add,
@@ -26,6 +28,7 @@ from paceline.kernels.vector.simd import (
     larger,
     largest,
     load,
+    load_codes,
     load_f32,
     load_f64,
     load_i32,
@@ -61,23 +64,45 @@ _BLOCK = _SPAN_STATE + 128  # MOST_ROWS states, and whole cache lines
 _KEYS = _BLOCK + 16 * _ROW_BYTES  # [span / 32][H][32]
 _VALUES = _KEYS + _SPAN * _ROW_BYTES  # [span][padded H], where pages cannot be read in place
 
+# Table row, page size, head size, and the bytes of a number: 4, or 1 where pages hold fp8 codes.
+_Pages = tuple[int, int, int, int]
+
 
 @jit
-def _position_bytes(pages: tuple[int, int, int], position: int) -> int:
-    """Where a position lies among a head's pages. `pages`: table row, page size, head size."""
-    table, page_size, size = pages
+def _position_bytes(pages: _Pages, position: int) -> int:
+    """Where a position lies among a head's pages."""
+    table, page_size, size, item = pages
     # A row without a page here attends to nothing that counts; it must not leave the cache.
     page: int = max(load_i32(table + 4 * (position // page_size)), 0)
-    return (page * page_size + position % page_size) * 4 * size
+    return (page * page_size + position % page_size) * item * size
 
 
 @jit
-def _copy(source: int, target: int, size: int) -> None:
+def _decode(source: int, target: int, size: int) -> None:
+    """What fp8 codes stand for."""
     whole = size // 16 * 16
     for i in range(0, whole, 16):
-        store(target + 4 * i, load(source + 4 * i))
+        store(target + 4 * i, load_codes(source + i, 16))
     for i in range(whole, size):
-        store_f32(target + 4 * i, load_f32(source + 4 * i))
+        store_f32(target + 4 * i, first_lane(load_codes(source + i, 1)))
+
+
+@jit
+def _decode_rows(
+    rows: int, target: int, pages: _Pages, begin: int, end: int, row_size: int
+) -> None:
+    """fp8 keys or values of positions begin..end, in rows of `row_size` numbers."""
+    _, page_size, size, _ = pages
+    while begin < end:
+        source = rows + _position_bytes(pages, begin)
+        run = min(page_size - begin % page_size, end - begin)
+        if row_size == size:
+            _decode(source, target, run * size)
+        else:
+            for i in range(run):
+                _decode(source + i * size, target + 4 * i * row_size, size)
+        target += 4 * run * row_size
+        begin += run
 
 
 @jit
@@ -88,20 +113,21 @@ def _clear(target: int, size: int) -> None:
 
 
 @jit
-def _transpose_keys(
-    scratch: int, keys: int, pages: tuple[int, int, int], begin: int, end: int
-) -> None:
+def _transpose_keys(scratch: int, keys: int, pages: _Pages, begin: int, end: int) -> None:
     """Keys of positions begin..end, 32 positions side by side for each number of the head.
 
     Lanes past the end hold whatever is there; their scores are never used.
     """
-    _, page_size, size = pages
+    _, page_size, size, item = pages
     for position in range(begin, end, 16):
         source = keys + _position_bytes(pages, position)
-        if page_size % 16 != 0:
+        if item == 1:
+            source = scratch + _BLOCK
+            _decode_rows(keys, source, pages, position, min(position + 16, end), size)
+        elif page_size % 16 != 0:
             for i in range(min(16, end - position)):
                 at = keys + _position_bytes(pages, position + i)
-                _copy(at, scratch + _BLOCK + 4 * i * size, size)
+                copy_row(at, size, scratch + _BLOCK + 4 * i * size)
             source = scratch + _BLOCK
         offset = position - begin
         target = scratch + _KEYS + offset // 32 * 128 * size + offset % 32 * 4
@@ -156,29 +182,32 @@ def _weigh_values(
     product: int,
     scratch: int,
     values: int,
-    pages: tuple[int, int, int],
+    pages: _Pages,
     begin: int,
     count: int,
     width: int,
 ) -> None:
     """partial[count, size] = weights[count, width] values[width, size], run by run of pages."""
-    _, page_size, size = pages
+    _, page_size, size, item = pages
     padded = -(-size // 32) * 32
     _clear(scratch + _PARTIAL, count * padded)
     done = 0
     while done < width:
         position = begin + done
-        source = values + _position_bytes(pages, position)
-        run = page_size - position % page_size
-        while done + run < width and source + 4 * run * size == values + _position_bytes(
-            pages, position + run
-        ):
-            run += page_size
-        run = min(run, width - done)
-        if padded != size:
-            for i in range(run):
-                _copy(source + 4 * i * size, scratch + _VALUES + 4 * i * padded, size)
-            source = scratch + _VALUES
+        if item == 1:  # all of them are decoded
+            source, run = scratch + _VALUES, width
+        else:
+            source = values + _position_bytes(pages, position)
+            run = page_size - position % page_size
+            while done + run < width and source + 4 * run * size == values + _position_bytes(
+                pages, position + run
+            ):
+                run += page_size
+            run = min(run, width - done)
+            if padded != size:
+                for i in range(run):
+                    copy_row(source + 4 * i * size, size, scratch + _VALUES + 4 * i * padded)
+                source = scratch + _VALUES
         weights = scratch + _SCORES + 4 * done
         for column in range(0, padded, 32):
             columns, out = source + 4 * column, scratch + _PARTIAL + 4 * column
@@ -208,7 +237,7 @@ def _attend_span(
     product: int,
     scratch: int,
     values: int,
-    pages: tuple[int, int, int],
+    pages: _Pages,
     begin: int,
     rows: tuple[int, int, int, int, int],
 ) -> None:
@@ -238,7 +267,7 @@ def _attend_span(
         if begin > 0:
             _merge(scratch, first_row + i, partial, padded, peak, weight)
         else:
-            _copy(partial, scratch + _RESULT + 4 * (first_row + i) * padded, padded)
+            copy_row(partial, padded, scratch + _RESULT + 4 * (first_row + i) * padded)
             store_f32(scratch + _STATE + 8 * (first_row + i), peak)
             store_f32(scratch + _STATE + 8 * (first_row + i) + 4, weight)
 
@@ -264,7 +293,7 @@ def _take_queries(
 
 @jit
 def _give_results(
-    scratch: int, out: int, strides: tuple[int, int], count: int, group_size: int
+    scratch: int, out: int, strides: tuple[int, int], count: int, group_size: int, scale: np.float32
 ) -> None:
     token_bytes, size = strides
     padded = -(-size // 32) * 32
@@ -272,7 +301,7 @@ def _give_results(
     for row in range(count * group_size):
         source = scratch + _RESULT + 4 * row * padded
         target = out + row // group_size * token_bytes + 4 * (row % group_size) * size
-        inverse = np.float32(1.0) / load_f32(scratch + _STATE + 8 * row + 4)
+        inverse = scale / load_f32(scratch + _STATE + 8 * row + 4)
         factor = splat(inverse)
         for i in range(0, whole, 16):
             store(target + 4 * i, mul(load(source + 4 * i), factor))
@@ -285,7 +314,7 @@ def _attend_tile(
     product: int,
     scratch: int,
     kv: tuple[int, int],
-    pages: tuple[int, int, int],
+    pages: _Pages,
     first_position: int,
     num_queries: int,
     group_size: int,
@@ -294,7 +323,10 @@ def _attend_tile(
     num_rows = num_queries * group_size
     end = max(first_position + num_queries, length)
     for begin in range(0, end, _SPAN):
-        _transpose_keys(scratch, kv[0], pages, begin, min(begin + _SPAN, end))
+        last = min(begin + _SPAN, end)
+        _transpose_keys(scratch, kv[0], pages, begin, last)
+        if pages[3] == 1:
+            _decode_rows(kv[1], scratch + _VALUES, pages, begin, last, -(-pages[2] // 32) * 32)
         # Rows before this one end before the span begins.
         row = 0 if length else max(0, begin - first_position) * group_size
         while row < num_rows:
@@ -307,24 +339,14 @@ def _attend_tile(
 def _attend(arguments: int, tile: int, scratch: int) -> None:
     """Arguments: see `launch_attention`."""
     query, query_bytes = load_i64(arguments), load_i64(arguments + 8)
-    keys, values, head_bytes = (
-        load_i64(arguments + 16),
-        load_i64(arguments + 24),
-        load_i64(arguments + 32),
-    )
-    out, row_start, length = (
-        load_i64(arguments + 40),
-        load_i64(arguments + 48),
-        load_i64(arguments + 56),
-    )
-    slots, table, table_bytes = (
-        load_i64(arguments + 64),
-        load_i64(arguments + 72),
-        load_i64(arguments + 80),
-    )
+    keys, values = load_i64(arguments + 16), load_i64(arguments + 24)
+    head_bytes, out = load_i64(arguments + 32), load_i64(arguments + 40)
+    row_start, length = load_i64(arguments + 48), load_i64(arguments + 56)
+    slots, table = load_i64(arguments + 64), load_i64(arguments + 72)
+    table_bytes = load_i64(arguments + 80)
     page_size, group_size = load_i64(arguments + 88), load_i64(arguments + 96)
     num_kv, size = load_i64(arguments + 104), load_i64(arguments + 112)
-    scale = load_f64(arguments + 120)
+    scale, value_scale = load_f64(arguments + 120), np.float32(1.0)
     # Which row, which KV head, which of its queries.
     most_queries = _TILE_ROWS // group_size
     row = 0
@@ -346,13 +368,18 @@ def _attend(arguments: int, tile: int, scratch: int) -> None:
     at = 4 * head * group_size * size
     out_bytes = 4 * num_kv * group_size * size
     source = query + (start + first) * query_bytes + at
+    item, scales = 4, load_i64(arguments + 144)
+    if scales:  # of keys, then of values
+        item, scale = 1, scale * load_f32(scales + 4 * head)
+        value_scale = load_f32(load_i64(arguments + 152) + 4 * head)
     _take_queries(scratch, source, (query_bytes, size), num_queries, group_size, scale)
-    pages = (table + load_i64(slots + 8 * row) * table_bytes, page_size, size)
+    pages = (table + load_i64(slots + 8 * row) * table_bytes, page_size, size, item)
     kv = (keys + head * head_bytes, values + head * head_bytes)
     product = load_i64(arguments + 128)
     _attend_tile(product, scratch, kv, pages, position, num_queries, group_size, all_seen)
     target = out + (start + first) * out_bytes + at
-    _give_results(scratch, target, (out_bytes, size), num_queries, group_size)
+    strides = (out_bytes, size)
+    _give_results(scratch, target, strides, num_queries, group_size, value_scale)
 
 
 ATTEND = c_function(_attend, 3)
@@ -363,7 +390,7 @@ def launch_attention(
     team: int,
     bodies: tuple[int, int],
     query: tuple[int, int, int],
-    pages: tuple[int, int, int, int],
+    pages: tuple[int, int, int, int, int, int],
     rows: tuple[int, int, int, int],
     table: tuple[int, int],
     heads: tuple[int, int, int, int],
@@ -371,7 +398,7 @@ def launch_attention(
 ) -> None:
     body, product = bodies
     at, token_bytes, out = query
-    keys, values, head_bytes, page_size = pages
+    keys, values, head_bytes, page_size, key_scales, value_scales = pages
     row_start, length, slots, num_rows = rows
     group_size, num_kv, size, is_causal = heads
     most_queries = _TILE_ROWS // group_size
@@ -381,35 +408,25 @@ def launch_attention(
         num_tiles += num_kv * -(-queries // most_queries)
     arguments = packed(
         (
-            at,
-            token_bytes,
-            keys,
-            values,
-            head_bytes,
-            out,
-            row_start,
-            length,
-            slots,
-            table[0],
-            table[1],
-            page_size,
-            group_size,
-            num_kv,
-            size,
-            float_bits(scale),
-            product,
-            is_causal,
+            *(at, token_bytes, keys, values, head_bytes, out, row_start, length, slots),
+            *(*table, page_size, group_size, num_kv, size, float_bits(scale), product, is_causal),
+            *(key_scales, value_scales),
         )
     )
     run_tiles(team, body, arguments, num_tiles)
 
 
 def paged_attention(
-    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+    qkv_TD: Tensor,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """See kernels/attention/reference. Batches with a window run there."""
     if batch.window is not None:
-        return attention.paged_attention(qkv_TD, key_NSH, value_NSH, batch, scale)
+        return attention.paged_attention(qkv_TD, key_NSH, value_NSH, batch, scale, scales)
     num_kv, _, size = key_NSH.shape
     num_tokens, width = qkv_TD.shape
     out_TD = torch.empty(num_tokens, num_kv * batch.group_size * size)
@@ -418,7 +435,7 @@ def paged_attention(
         team.address,
         (ATTEND, ADD_PRODUCT),
         (qkv_TD.data_ptr(), 4 * width, out_TD.data_ptr()),
-        (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0), batch.page_size),
+        (*page_addresses(key_NSH, value_NSH), batch.page_size, *scale_addresses(scales)),
         (rows, batch.length_B.data_ptr(), batch.slot_B.data_ptr(), batch.slot_B.shape[0]),
         (table_SP.data_ptr(), 4 * table_SP.stride(0)),
         (batch.group_size, num_kv, size, int(batch.is_causal)),

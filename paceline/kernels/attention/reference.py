@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from paceline.kernels.kv_codes.reference import KvScales, decode
+
 # Past this many queries a row is computed per query head: the folded mask would grow with the
 # group, and a causal prefill can skip half of its work.
 _FOLD_LIMIT = 32
@@ -111,19 +113,30 @@ class _Row:
 
 
 def paged_attention(
-    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+    qkv_TD: Tensor,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v for every row, causal inside the row unless the batch says
     otherwise, over no more than its window; returns [T, N * H].
 
     The N query heads lead each token's row of `qkv`; its keys and values are in the pages already.
+    `scales`: of fp8 pages. Scores and results are scaled, codes are not.
     """
     num_kv_heads, _, head_size = key_NSH.shape
     num_heads = num_kv_heads * batch.group_size
     query_TNH = qkv_TD[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
-    out_TD = qkv_TD.new_zeros(len(qkv_TD), num_heads * head_size)
+    if scales is not None:
+        query_TNH = query_TNH.float() * scales.key_N.repeat_interleave(batch.group_size)[:, None]
+    out_TD: Tensor = query_TNH.new_zeros(len(qkv_TD), num_heads * head_size)
     for row in batch.rows():
         key, value = _sequence(key_NSH, row, batch), _sequence(value_NSH, row, batch)
+        if scales is not None:
+            key = decode(key)
+            value = key if value_NSH is key_NSH else decode(value)
         query = query_TNH[row.start : row.end]
         mask = None if row.mask is None else row.mask.to(query.dtype)
         if row.is_folded:
@@ -145,6 +158,9 @@ def paged_attention(
                 enable_gqa=True,
             )
             out_TD[row.start : row.end].view(-1, num_heads, head_size).copy_(out[0].transpose(0, 1))
+    if scales is not None:
+        out_TD.view(len(out_TD), num_kv_heads, -1).mul_(scales.value_N[:, None])
+        out_TD = out_TD.to(qkv_TD.dtype)
     return out_TD
 
 

@@ -43,9 +43,9 @@ def own_rows(
 ) -> None:
     """The first pass of a stand-alone draft model, at the packet's `draft_start`.
 
-    Decode and verify rows compute their last two committed tokens, which covers full acceptance
-    and else repeats a value; prefill rows the chunk, and what was sampled after it. Rows that were
-    done before the step compute nothing. `last_B` is the entry of each row's last token, else 0.
+    Rows compute the tokens that the step has committed, but at most the last `draft_len`. That is 2
+    where the model made the drafts: it has computed all but the last one. Rows that were done
+    before the step compute nothing. `last_B` is the entry of each row's last token, else 0.
     """
     packet_P = packet_of(ring)
     num_rows, num_entries = len(last_B), len(batch.token_T)
@@ -55,11 +55,10 @@ def own_rows(
     samples_B = windows.width_B > 0
     # Also rows that this step ended: the prefix cache may keep their pages.
     is_live_B = padded.batch.query_len_B > 0
-    is_window_B = samples_B & (windows.length_B - rows.start_B == 1)
-    start_B = (end_B - 2).clamp(min=0).where(is_window_B, rows.start_B)
-    stop_B = end_B.where(samples_B, rows.start_B + padded.batch.query_len_B)
-    query_len_B = (stop_B - start_B).where(is_live_B, 0)
     row_B = torch.arange(num_rows, device=last_B.device)
+    stop_B = end_B.where(samples_B, rows.start_B + padded.batch.query_len_B)
+    start_B = torch.maximum(stop_B - packet_P[layout.draft_len + row_B], rows.start_B)
+    query_len_B = (stop_B - start_B).where(is_live_B, 0)
     row_start_B = packet_P[layout.draft_start + row_B]
     row_start_B = row_start_B.where(row_B < packet_P[PACKET_ROWS], num_entries)
 

@@ -217,11 +217,11 @@ def _own_kernel(  # noqa: PLR0913
     start = tl.load(rows.start_B + row)
     computed = tl.load(rows.query_len_B + row)
     samples = tl.load(rows.windows.width_B + row) > 0
-    is_window = samples & (tl.load(rows.windows.length_B + row) - start == 1)
     end = tl.load(state.num_tokens_S + slot)
     is_live = computed > 0
     stop = tl.where(samples, end, start + computed)
-    start = tl.where(is_window, tl.maximum(end - 2, 0), start)
+    length = tl.load(packet + layout.draft_len + row, mask=row < num_rows, other=0)
+    start = tl.maximum(stop - length, start)
     query_len = tl.where(is_live, stop - start, 0)
 
     # A row fills up to where the next begins; the last one, or the first of none, to the end.

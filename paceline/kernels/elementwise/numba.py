@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.vector.jit import c_function, jit
 from paceline.kernels.vector.simd import (
     add,
@@ -26,6 +27,7 @@ from paceline.kernels.vector.simd import (
     rotate,
     splat,
     store,
+    store_codes,
     store_f32,
     total,
 )
@@ -72,11 +74,8 @@ def _add_row(x: int, delta: int, width: int) -> None:
 
 def _norm_rows(arguments: int, tile: int, scratch: int) -> None:
     x, delta, weight = load_i64(arguments), load_i64(arguments + 8), load_i64(arguments + 16)
-    out, num_rows, width = (
-        load_i64(arguments + 24),
-        load_i64(arguments + 32),
-        load_i64(arguments + 40),
-    )
+    out, num_rows = load_i64(arguments + 24), load_i64(arguments + 32)
+    width = load_i64(arguments + 40)
     eps = load_f64(arguments + 48)
     first = tile * _NORM_ROWS
     for row in range(first, min(first + _NORM_ROWS, num_rows)):
@@ -150,12 +149,8 @@ def gate_row(gate: int, x: int, out: int, width: int, is_sigmoid: bool) -> None:
 
 
 def _gate_rows(arguments: int, tile: int, scratch: int) -> None:
-    gate_up, out, num_rows, width = (
-        load_i64(arguments),
-        load_i64(arguments + 8),
-        load_i64(arguments + 16),
-        load_i64(arguments + 24),
-    )
+    gate_up, out = load_i64(arguments), load_i64(arguments + 8)
+    num_rows, width = load_i64(arguments + 16), load_i64(arguments + 24)
     first = tile * _GATE_ROWS
     for row in range(first, min(first + _GATE_ROWS, num_rows)):
         gate = gate_up + 8 * row * width
@@ -182,12 +177,8 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 def _sigmoid_rows(arguments: int, tile: int, scratch: int) -> None:
     x, x_stride, gate = load_i64(arguments), load_i64(arguments + 8), load_i64(arguments + 16)
-    gate_stride, out, num_rows, width = (
-        load_i64(arguments + 24),
-        load_i64(arguments + 32),
-        load_i64(arguments + 40),
-        load_i64(arguments + 48),
-    )
+    gate_stride, out = load_i64(arguments + 24), load_i64(arguments + 32)
+    num_rows, width = load_i64(arguments + 40), load_i64(arguments + 48)
     first = tile * _GATE_ROWS
     for row in range(first, min(first + _GATE_ROWS, num_rows)):
         at = out + 4 * row * width
@@ -244,6 +235,17 @@ def copy_row(x: int, size: int, target: int) -> None:
 
 
 @jit
+def _encode_row(x: int, size: int, target: int, scale: float) -> None:
+    """As `copy_row`, to fp8 codes."""
+    divisor = splat(scale)
+    whole = size // 16 * 16
+    for i in range(0, whole, 16):
+        store_codes(target + i, div(load(x + 4 * i), divisor), 16)
+    for i in range(whole, size):
+        store_codes(target + i, div(splat(load_f32(x + 4 * i)), divisor), 1)
+
+
+@jit
 def _norm_head(head: int, weight: int, size: int, eps: float) -> None:
     if weight:
         scale_row(head, weight, head, size, sum_of_squares(head, size), eps)
@@ -251,15 +253,13 @@ def _norm_head(head: int, weight: int, size: int, eps: float) -> None:
 
 def _place_tokens(arguments: int, tile: int, scratch: int) -> None:
     qkv, rotation, slots = load_i64(arguments), load_i64(arguments + 8), load_i64(arguments + 16)
-    key, value, page_bytes = (
-        load_i64(arguments + 24),
-        load_i64(arguments + 32),
-        load_i64(arguments + 40),
-    )
+    key, value = load_i64(arguments + 24), load_i64(arguments + 32)
+    page_bytes = load_i64(arguments + 40)
     num_tokens, num_q = load_i64(arguments + 48), load_i64(arguments + 56)
     num_kv, size = load_i64(arguments + 64), load_i64(arguments + 72)
     q_norm, k_norm = load_i64(arguments + 80), load_i64(arguments + 88)
     eps, row_bytes = load_f64(arguments + 96), load_i64(arguments + 104)
+    key_scales, value_scales = load_i64(arguments + 112), load_i64(arguments + 120)
     first = tile * _TOKENS_PER_TILE
     for token in range(first, min(first + _TOKENS_PER_TILE, num_tokens)):
         heads = qkv + token * row_bytes
@@ -273,9 +273,15 @@ def _place_tokens(arguments: int, tile: int, scratch: int) -> None:
             at = i * page_bytes + 4 * slot * size
             head = heads + 4 * (num_q + i) * size
             _norm_head(head, k_norm, size, eps)
-            _rotate_head(head, turn, size, key + at if slot >= 0 else 0)
-            if slot >= 0:
-                copy_row(heads + 4 * (num_q + num_kv + i) * size, size, value + at)
+            _rotate_head(head, turn, size, key + at if not key_scales and slot >= 0 else 0)
+            if not key_scales and slot >= 0:
+                copy_row(head + 4 * num_kv * size, size, value + at)
+        if key_scales and slot >= 0:
+            for i in range(num_kv):
+                at, head = i * page_bytes + slot * size, heads + 4 * (num_q + i) * size
+                _encode_row(head, size, key + at, load_f32(key_scales + 4 * i))
+                head += 4 * num_kv * size
+                _encode_row(head, size, value + at, load_f32(value_scales + 4 * i))
 
 
 PLACE_TOKENS = c_function(_place_tokens, 3)
@@ -286,34 +292,32 @@ def launch_place(
     team: int,
     body: int,
     tokens: tuple[int, int, int, int, int],
-    pages: tuple[int, int, int],
+    pages: tuple[int, int, int, int, int],
     norms: tuple[int, int],
     eps: float,
     heads: tuple[int, int, int],
 ) -> None:
     qkv, row_bytes, rotation, slots, num_tokens = tokens
-    key, value, page_bytes = pages
+    key, value, page_bytes, key_scales, value_scales = pages
     num_q, num_kv, size = heads
     q_norm, k_norm = norms
     arguments = packed(
         (
-            qkv,
-            rotation,
-            slots,
-            key,
-            value,
-            page_bytes,
-            num_tokens,
-            num_q,
-            num_kv,
-            size,
-            q_norm,
-            k_norm,
-            float_bits(eps),
-            row_bytes,
+            *(qkv, rotation, slots, key, value, page_bytes, num_tokens, num_q, num_kv, size),
+            *(q_norm, k_norm, float_bits(eps), row_bytes, key_scales, value_scales),
         )
     )
     run_tiles(team, body, arguments, -(-num_tokens // _TOKENS_PER_TILE))
+
+
+def page_addresses(key_NSH: Tensor, value_NSH: Tensor) -> tuple[int, int, int]:
+    """And the bytes from head to head."""
+    return key_NSH.data_ptr(), value_NSH.data_ptr(), key_NSH.itemsize * key_NSH.stride(0)
+
+
+def scale_addresses(scales: KvScales | None) -> tuple[int, int]:
+    """Of keys and values in fp8 pages; 0 if pages hold fp32."""
+    return (0, 0) if scales is None else (scales.key_N.data_ptr(), scales.value_N.data_ptr())
 
 
 def place_heads(
@@ -323,6 +327,7 @@ def place_heads(
     key_NSH: Tensor,
     value_NSH: Tensor,
     slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     """Norm and rotate queries and keys in place, write keys and values to their page slots."""
     num_tokens, width = qkv_TD.shape
@@ -333,7 +338,7 @@ def place_heads(
         team.address,
         PLACE_TOKENS,
         (qkv_TD.data_ptr(), row_bytes, rotation_TH.data_ptr(), slot_T.data_ptr(), num_tokens),
-        (key_NSH.data_ptr(), value_NSH.data_ptr(), 4 * key_NSH.stride(0)),
+        (*page_addresses(key_NSH, value_NSH), *scale_addresses(scales)),
         at,
         0.0 if norms is None else norms.eps,
         (width // size - 2 * num_kv, num_kv, size),

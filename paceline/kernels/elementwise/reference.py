@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.kv_codes.reference import KvScales, encode
+
 
 def rms_norm(
     x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
@@ -63,11 +65,12 @@ def place_heads(
     key_NSH: Tensor,
     value_NSH: Tensor,
     slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     """Norm and rotate queries and keys in place, write keys and values to their page slots.
 
     A token's row of `qkv` holds its query heads, its key heads, its value heads. Rows may
-    have gaps.
+    have gaps. `scales`: of fp8 pages.
     """
     num_kv, _, head_size = key_NSH.shape
     qkv_TNH = qkv_TD.unflatten(1, (-1, head_size))
@@ -77,7 +80,7 @@ def place_heads(
         for x_TNH, weight_H in ((query_TNH, norms.query_H), (key_TNH, norms.key_H)):
             x_TNH.copy_(torch.rms_norm(x_TNH.float(), (head_size,), weight_H.float(), norms.eps))
     rotate_(qkv_TNH[:, : num_q + num_kv], rotation_TH)
-    write_kv(key_NSH, value_NSH, key_TNH, value_TNH, slot_T)
+    write_kv(key_NSH, value_NSH, key_TNH, value_TNH, slot_T, scales)
 
 
 def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:
@@ -90,19 +93,27 @@ def rotate_(x_TNH: Tensor, rotation_TH: Tensor) -> Tensor:
 
 
 def write_kv(
-    key_NSH: Tensor, value_NSH: Tensor, new_key_TNH: Tensor, new_value_TNH: Tensor, slot_T: Tensor
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    new_key_TNH: Tensor,
+    new_value_TNH: Tensor,
+    slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     """Write new keys and values at flat page slots (page * page_size + offset); -1 writes nothing.
 
     The cache is head-major, [N, P * page_size, H]: the run of a sequence is one slice per head.
     """
-    write_rows(key_NSH, new_key_TNH, slot_T)
-    write_rows(value_NSH, new_value_TNH, slot_T)
+    write_rows(key_NSH, new_key_TNH, slot_T, None if scales is None else scales.key_N)
+    write_rows(value_NSH, new_value_TNH, slot_T, None if scales is None else scales.value_N)
 
 
-def write_rows(cache_NSH: Tensor, new_TNH: Tensor, slot_T: Tensor) -> None:
+def write_rows(
+    cache_NSH: Tensor, new_TNH: Tensor, slot_T: Tensor, scale_N: Tensor | None = None
+) -> None:
     # torch reads -1 as the last row, so the mask comes before the index.
     keep = slot_T >= 0
     if not bool(keep.all()):
         slot_T, new_TNH = slot_T[keep], new_TNH[keep]
-    cache_NSH.index_copy_(1, slot_T.to(torch.int64), new_TNH.transpose(0, 1))
+    stored = new_TNH.to(cache_NSH.dtype) if scale_N is None else encode(new_TNH, scale_N[:, None])
+    cache_NSH.index_copy_(1, slot_T.to(torch.int64), stored.transpose(0, 1))

@@ -8,7 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.fp8.reference import BLOCK as FP8_BLOCK
+from paceline.kernels.fp8.triton.parts import rounded
 from paceline.kernels.gpu.triton import dependent, wait_for_input
+from paceline.kernels.kv_codes.reference import KvScales
+from paceline.kernels.kv_codes.triton import encoded
 
 _GATES = 1024  # outputs of a program
 # Numbers that a program takes: 16 bytes per thread of four warps in a two-byte type.
@@ -19,7 +23,7 @@ def rms_norm(
     x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
     out_TD = torch.empty(x_TD.shape, dtype=dtype or weight_D.dtype, device=x_TD.device)
-    _launch(x_TD, x_TD, weight_D, out_TD, eps, has_delta=False)
+    launch_norm(x_TD, None, weight_D, eps, out_TD)
     return out_TD
 
 
@@ -32,21 +36,33 @@ def add_rms_norm(
 ) -> Tensor:
     """The residual may be wider than the result, and keeps its own type."""
     out_TD = torch.empty(delta_TD.shape, dtype=dtype or weight_D.dtype, device=delta_TD.device)
-    _launch(residual_TD, delta_TD, weight_D, out_TD, eps, has_delta=True)
+    launch_norm(residual_TD, delta_TD, weight_D, eps, out_TD)
     return out_TD
 
 
-def _launch(
-    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float, *, has_delta: bool
+def launch_norm(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    scale_TG: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
+    """With scales the results are codes: norms of `dtype`, rounded by groups (see fp8)."""
     rows, width = x_TD.shape
     block = triton.next_power_of_2(width)
+    delta = x_TD if delta_TD is None else delta_TD
+    num_groups = 1 if scale_TG is None else scale_TG.shape[1]
     _norm_kernel[(rows,)](
-        *(x_TD, delta_TD, weight_D, out_TD),
-        *(x_TD.stride(0), delta_TD.stride(0), eps),
+        *(x_TD, delta, weight_D, out_TD, scale_TG),
+        *(x_TD.stride(0), delta.stride(0), eps),
         WIDTH=width,
         BLOCK=block,
-        HAS_DELTA=has_delta,
+        HAS_DELTA=delta_TD is not None,
+        NUM_GROUPS=num_groups,
+        GROUP=block if num_groups == 1 else FP8_BLOCK,
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
         num_warps=min(max(block // 256, 1), 16),
         **dependent(),
     )
@@ -58,12 +74,16 @@ def _norm_kernel(  # noqa: PLR0913
     delta_TD,
     weight_D,
     out_TD,
+    scale_TG,
     x_stride,
     delta_stride,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -80,8 +100,14 @@ def _norm_kernel(  # noqa: PLR0913
         tl.store(x_at, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    out = (x * scale * weight).to(out_TD.dtype.element_ty)
-    tl.store(out_TD + row * WIDTH + column, out, mask=inside)
+    out = x * scale * weight
+    if scale_TG is not None:
+        out_GS = tl.reshape(out.to(DTYPE).to(tl.float32), (BLOCK // GROUP, GROUP))
+        codes_GS, scale_G = rounded(out_GS)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_TG + row * NUM_GROUPS + group, scale_G, mask=group < NUM_GROUPS)
+        out = tl.reshape(codes_GS, (BLOCK,))
+    tl.store(out_TD + row * WIDTH + column, out.to(out_TD.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
@@ -159,6 +185,7 @@ def place_heads(
     key_NSH: Tensor,
     value_NSH: Tensor,
     slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     num_kv, _, head_size = key_NSH.shape
     num_heads = qkv_TD.shape[1] // head_size
@@ -167,7 +194,8 @@ def place_heads(
     rotation = torch.view_as_real(rotation_TH)
     query_norm, key_norm = (qkv_TD, qkv_TD) if norms is None else (norms.query_H, norms.key_H)
     _place_heads_kernel[(len(qkv_TD), triton.cdiv(num_heads, heads_at_once))](
-        *(qkv_TD, rotation, query_norm, key_norm, key_NSH, value_NSH, slot_T),
+        *(qkv_TD, rotation, query_norm, key_norm, key_NSH, value_NSH, *(scales or (None, None))),
+        slot_T,
         *(qkv_TD.stride(0), rotation.stride(0), key_NSH.stride(0)),
         0.0 if norms is None else norms.eps,
         NUM_Q=num_heads - 2 * num_kv,
@@ -189,6 +217,8 @@ def _place_heads_kernel(  # noqa: PLR0913
     key_norm_H,
     key_NSH,
     value_NSH,
+    key_scale_N,
+    value_scale_N,
     slot_T,
     qkv_stride,
     rotation_stride,
@@ -225,12 +255,17 @@ def _place_heads_kernel(  # noqa: PLR0913
     turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
     turned = tl.reshape(turned, (HEADS, PADDED)).to(x.dtype)
 
-    is_value = head >= NUM_Q + NUM_KV
+    is_key, is_value = (head >= NUM_Q) & (head < NUM_Q + NUM_KV), head >= NUM_Q + NUM_KV
     tl.store(x_at, turned, mask=inside & (head < NUM_Q + NUM_KV))
     # Slots times head size may pass 2^31, and -1 is no slot.
     cache_at = slot * HEAD + column[None, :]
     key_at = key_NSH + (head - NUM_Q).to(tl.int64) * cache_stride + cache_at
     value_at = value_NSH + (head - NUM_Q - NUM_KV).to(tl.int64) * cache_stride + cache_at
     is_written = inside & (slot >= 0)
-    tl.store(key_at, turned, mask=is_written & (head >= NUM_Q) & (head < NUM_Q + NUM_KV))
+    if key_scale_N is not None:
+        is_last = is_value & (head < NUM_Q + 2 * NUM_KV)
+        turned = encoded(turned, tl.load(key_scale_N + head - NUM_Q, mask=is_key, other=1.0))
+        value_scale_at = value_scale_N + head - NUM_Q - NUM_KV
+        x = encoded(x, tl.load(value_scale_at, mask=is_last, other=1.0))
+    tl.store(key_at, turned, mask=is_written & is_key)
     tl.store(value_at, x, mask=is_written & is_value)

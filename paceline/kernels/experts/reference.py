@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from paceline.kernels.fp8.reference import Fp8Weight, fp8_linear, quantise_rows
+
 # Where a score is not a number, or none at all: two of them can be added.
 NO_SCORE = -1e30
 # What the sum of sigmoids is raised by before others are divided by it.
@@ -85,10 +87,17 @@ def _best(score_TE: Tensor, count: int) -> Tensor:
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of a layer, stacked."""
+    """The experts of a layer, stacked. In e4m3 if there are scales (kernels/fp8)."""
 
     gate_up_EIH: Tensor  # [E, 2 * inner, hidden]: gate rows, then up rows
     down_EHI: Tensor  # [E, hidden, inner]
+    # fp32 [E, N, 1], or by block [E, ceil(N / 128), ceil(K / 128)], for N outputs and K inputs.
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self if x is not None)
 
 
 def apply_experts(
@@ -102,10 +111,11 @@ def apply_experts(
     """What the chosen experts make of each row, weighed and summed up in fp32, plus `shared_TD`.
 
     Expert -1 means none: it adds nothing, whatever its weight. Returns [T, D] in `out_dtype` (None:
-    the type of the experts' weights). Rows depend on nothing but themselves.
+    the type of the experts' weights; with scales that of the rows). Rows depend on nothing but
+    themselves. With scales, rows are rounded before each of the two products.
     """
-    gate_up_EIH, down_EHI = experts
-    dtype = down_EHI.dtype
+    gate_up_EIH, down_EHI, gate_up_scale, down_scale = experts
+    dtype = down_EHI.dtype if down_scale is None else x_TD.dtype
     x_TD = x_TD.to(dtype)
     sum_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float32)
     if shared_TD is not None:
@@ -117,8 +127,17 @@ def apply_experts(
             continue
         is_chosen_TK = chosen_TK == expert
         weight_T1 = torch.where(is_chosen_TK, weight_TK, 0.0).sum(1, keepdim=True)
-        gate_TI, up_TI = linear(x_TD.float(), gate_up_EIH[expert].float()).chunk(2, dim=1)
+        gate_TI, up_TI = _product(x_TD, gate_up_EIH, gate_up_scale, expert).chunk(2, dim=1)
         inner_TI = (silu(gate_TI) * up_TI).to(dtype)
-        share_TD = linear(inner_TI.float(), down_EHI[expert].float()) * weight_T1
+        share_TD = _product(inner_TI, down_EHI, down_scale, expert) * weight_T1
         sum_TD += share_TD.masked_fill(~is_chosen_TK.any(1, keepdim=True), 0.0)
     return sum_TD.to(out_dtype or dtype)
+
+
+def _product(x_TK: Tensor, weight_ENK: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    """One expert's product, in fp32."""
+    if scale is None:
+        return linear(x_TK.float(), weight_ENK[expert].float())
+    is_blocked = scale.shape[1] != weight_ENK.shape[1]
+    weight = Fp8Weight(weight_ENK[expert], scale[expert], is_blocked)
+    return fp8_linear(quantise_rows(x_TK, is_blocked), weight, None, torch.float32)

@@ -18,6 +18,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from paceline.kernels.elementwise.reference import rotate_, write_kv
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.linear.tiles import Tile
 
 # A residual may outgrow fp16 before it is divided by its rms; powers of two cost no bits.
@@ -46,6 +47,7 @@ class HeadPlaces(NamedTuple):
     key_NSH: Tensor
     value_NSH: Tensor
     slot_T: Tensor
+    scales: KvScales | None = None  # of fp8 pages
 
 
 def scale_rows(residual_TD: Tensor, norm_weight_D: Tensor, eps: float, like: Tensor) -> NormedRows:
@@ -91,8 +93,9 @@ def norm_linear_heads(
     num_q = qkv_TNH.shape[1] - 2 * num_kv
     rotate_(qkv_TNH[:, : num_q + num_kv], places.rotation_TH)
     out_TNH = qkv_TNH.to(rows.x_TD.dtype)
-    _, key_TNH, value_TNH = out_TNH.to(places.key_NSH.dtype).split((num_q, num_kv, num_kv), dim=1)
-    write_kv(places.key_NSH, places.value_NSH, key_TNH, value_TNH, places.slot_T.long())
+    _, key_TNH, value_TNH = out_TNH.split((num_q, num_kv, num_kv), dim=1)
+    pages, slot_T = (places.key_NSH, places.value_NSH), places.slot_T.long()
+    write_kv(*pages, key_TNH, value_TNH, slot_T, places.scales)
     out_TN: Tensor = out_TNH.flatten(1)
     return out_TN
 

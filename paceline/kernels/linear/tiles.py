@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ import torch
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 # Above this only what was measured has tiles.
 MOST_ROWS_BY_DEFAULT = 64
+MOST_FP8_ROWS = 128  # the same of e4m3
 FILE = Path(__file__).with_name("tiles.json")
 
 
@@ -25,7 +26,7 @@ class Tile(NamedTuple):
     kind: str  # fma, mma, dot, tma: see linear/triton/kernels
     block_t: int  # fma: no more rows than this
     block_n: int
-    block_k: int  # mma: 32
+    block_k: int  # mma: 32, and 64 for e4m3, which it takes with scales by output only
     warps: int = 4
     depth: int = 1  # fma, mma: chunks of weights on their way; dot, tma: stages of the pipeline
     splits: int = 1  # all but fma: programs that share the inputs of an output
@@ -54,6 +55,8 @@ def pick_tile(
         found = known.get(f"{end} {shape}", {}).get(str(bucket))
         if found is not None:
             return None if found == "cublas" else Tile(*found)
+    if dtype.itemsize == 1 and bucket <= MOST_FP8_ROWS:
+        return default_fp8_tile(num_outputs, num_inputs, num_rows, device)
     if bucket > MOST_ROWS_BY_DEFAULT:
         return None
     # Measured on 8B shapes: from here on cuBLAS wins, but for the activation that it leaves.
@@ -81,6 +84,23 @@ def default_tile(num_outputs: int, num_inputs: int, bucket: int, dtype: torch.dt
     return Tile("dot", bucket, block_n, min(width, 64), depth=4, ahead=256)
 
 
+def default_fp8_tile(
+    num_outputs: int, num_inputs: int, num_rows: int, device: torch.device
+) -> Tile:
+    """The same for e4m3, which torch may lack a product for (ends: fp8, fp8-blocks). Few rows have
+    one cut of outputs and inputs, so that a row's bits do not depend on their number."""
+    has_copy_engine = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    kind = "tma" if has_copy_engine and num_inputs % 16 == 0 else "dot"
+    bucket = bucket_of(num_rows)
+    if bucket is None or bucket > MOST_FP8_ROWS:
+        return Tile(kind, 128, 128, 128, warps=8, depth=3)
+    splits, least = 1, 4 * 128  # inputs of a program
+    # An H200 has 132 multiprocessors.
+    while num_outputs * splits < 64 * 192 and num_inputs >= 2 * splits * least:
+        splits *= 2
+    return Tile(kind, max(bucket, 16), 64, 128, depth=4, splits=splits, ahead=512)
+
+
 @cache
-def _table() -> dict[str, dict[str, dict[str, list[object] | str]]]:
+def _table() -> dict[str, dict[str, dict[str, list[Any] | str]]]:
     return json.loads(FILE.read_text()) if FILE.exists() else {}

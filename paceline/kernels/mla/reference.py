@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.kernels.attention.reference import AttentionBatch, paged_attention
 from paceline.kernels.elementwise.reference import rotate_, write_rows
+from paceline.kernels.kv_codes.reference import KvScales
 
 
 class LatentNorm(NamedTuple):
@@ -30,6 +31,7 @@ def place_latent(
     out_TNH: Tensor,
     page_NSH: Tensor,
     slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     """Rotate the queries' ends into the ends of `out`; norm, rotate and write a token's KV row.
 
@@ -44,7 +46,7 @@ def place_latent(
     )
     key_T1R = _rotated(kv_TH[:, None, latent_size:], rotation_TR)
     row_T1H = torch.cat((latent_TL.unsqueeze(1), key_T1R), dim=-1)
-    write_rows(page_NSH, row_T1H.to(page_NSH.dtype), slot_T)
+    write_rows(page_NSH, row_T1H, slot_T, None if scales is None else scales.key_N)
 
 
 def _rotated(x_TNR: Tensor, rotation_TR: Tensor) -> Tensor:
@@ -52,12 +54,17 @@ def _rotated(x_TNR: Tensor, rotation_TR: Tensor) -> Tensor:
 
 
 def mla_attention(
-    query_TNH: Tensor, page_NSH: Tensor, batch: AttentionBatch, scale: float, latent_size: int
+    query_TNH: Tensor,
+    page_NSH: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    latent_size: int,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """softmax(q row^T * scale) latent for every head, causal inside the row; [T, N, latent].
 
     Keys are whole rows of the pages and values their latents. Entries without a row get zeros.
     """
     # A row's rotary end among the values costs a ninth more and spares a copy of the latents.
-    out_TD = paged_attention(query_TNH.flatten(1), page_NSH, page_NSH, batch, scale)
+    out_TD = paged_attention(query_TNH.flatten(1), page_NSH, page_NSH, batch, scale, scales)
     return out_TD.view(query_TNH.shape)[..., :latent_size]

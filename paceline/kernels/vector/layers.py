@@ -22,8 +22,11 @@ from paceline.kernels.elementwise.numba import (
     launch_gate,
     launch_norm,
     launch_place,
+    page_addresses,
+    scale_addresses,
 )
 from paceline.kernels.elementwise.reference import HeadNorms
+from paceline.kernels.kv_codes.reference import KvScales
 from paceline.kernels.panels.numba import launch_product, num_blocks, product_body
 from paceline.kernels.panels.reference import PanelWeight
 from paceline.kernels.vector.jit import jit
@@ -31,10 +34,11 @@ from paceline.kernels.vector.simd import load_i64
 from paceline.kernels.vector.team import team
 from paceline.kernels.vector.tile import ADD_PRODUCT
 
-# Words of a layer in the table of addresses: four norms, then the linears in order of use.
-_NORM_WORDS, _LINEAR_WORDS, _NUM_LINEARS = 4, 5, 4
-_LAYER_BYTES = 8 * (_NORM_WORDS + _LINEAR_WORDS * _NUM_LINEARS)
-_QKV, _O, _GATE_UP, _DOWN = (8 * (_NORM_WORDS + _LINEAR_WORDS * i) for i in range(_NUM_LINEARS))
+# Words of a layer in the table of addresses: four norms, two scales of fp8 pages, then the linears
+# in order of use.
+_FIRST_WORDS, _LINEAR_WORDS, _NUM_LINEARS = 6, 5, 4
+_LAYER_BYTES = 8 * (_FIRST_WORDS + _LINEAR_WORDS * _NUM_LINEARS)
+_QKV, _O, _GATE_UP, _DOWN = (8 * (_FIRST_WORDS + _LINEAR_WORDS * i) for i in range(_NUM_LINEARS))
 
 Addresses = npt.NDArray[np.int64]
 _WANTED = np.zeros(1, np.int64)
@@ -46,6 +50,7 @@ class LayerTensors(NamedTuple):
     input_norm: Tensor
     post_norm: Tensor
     head_norms: HeadNorms | None
+    kv_scales: KvScales | None
     linears: tuple[PanelWeight, ...]  # qkv, o, gate_up, down
 
 
@@ -67,6 +72,7 @@ def address_table(layers: list[LayerTensors]) -> Addresses:
         norms = layer.head_norms
         heads = (0, 0) if norms is None else (norms.query_H.data_ptr(), norms.key_H.data_ptr())
         row = [layer.input_norm.data_ptr(), layer.post_norm.data_ptr(), *heads]
+        row += scale_addresses(layer.kv_scales)
         for weight in layer.linears:
             row += [product_body(weight.kind), *weight.addresses, num_blocks(weight), weight.width]
         rows.append(row)
@@ -74,8 +80,8 @@ def address_table(layers: list[LayerTensors]) -> Addresses:
 
 
 def page_table(pages: list[tuple[Tensor, Tensor]]) -> Addresses:
-    """Where each layer's keys and values are."""
-    return np.array([[key.data_ptr(), value.data_ptr()] for key, value in pages], np.int64)
+    """Where each layer's keys and values are, and the bytes from head to head."""
+    return np.array([page_addresses(*layer) for layer in pages], np.int64)
 
 
 @jit
@@ -93,7 +99,7 @@ def _run(
     buffers: tuple[int, ...],
     tokens: tuple[int, int, int],
     rows: tuple[int, int, int, int],
-    pages: tuple[int, int, int, int],
+    pages: tuple[int, int, int],
     shape: tuple[tuple[int, int, int, int, int], tuple[float, float]],
 ) -> None:
     """Residual and delta of the last layer are left in their buffers."""
@@ -101,14 +107,16 @@ def _run(
     layers, kv, num_layers, unwanted = tables
     residual, x, qkv, attended, gate_up, inner, delta = buffers
     rotation, slots, num_tokens = tokens
-    page_ids, page_ids_bytes, head_bytes, page_size = pages
+    page_ids, page_ids_bytes, page_size = pages
     (num_q, num_kv, size, hidden, width), (eps, scale) = shape
     heads_bytes = 4 * (num_q + 2 * num_kv) * size
     for i in range(num_layers):
         if load_i64(unwanted):
             return
         at = layers + i * _LAYER_BYTES
-        keys, values = load_i64(kv + 16 * i), load_i64(kv + 16 * i + 8)
+        own = kv + 24 * i
+        keys, values, head_bytes = load_i64(own), load_i64(own + 8), load_i64(own + 16)
+        scales = (load_i64(at + 32), load_i64(at + 40))
         added = delta if i else 0
         launch_norm(team, norm, (residual, added, load_i64(at), x), num_tokens, hidden, eps)
         _linear(team, product, at + _QKV, (x, 4 * hidden, num_tokens), qkv)
@@ -116,7 +124,7 @@ def _run(
             team,
             place,
             (qkv, heads_bytes, rotation, slots, num_tokens),
-            (keys, values, head_bytes),
+            (keys, values, head_bytes, *scales),
             (load_i64(at + 16), load_i64(at + 24)),
             eps,
             (num_q, num_kv, size),
@@ -125,7 +133,7 @@ def _run(
             team,
             (attend, product),
             (qkv, heads_bytes, attended),
-            (keys, values, head_bytes, page_size),
+            (keys, values, head_bytes, page_size, *scales),
             rows,
             (page_ids, page_ids_bytes),
             (num_q // num_kv, num_kv, size, 1),
@@ -142,7 +150,7 @@ def compile_ahead() -> None:
     """Compile what the first request would else wait for: a run of no layers over no tokens."""
     one = ((1, 1, 1, 1, 1), (1.0, 1.0))
     four = (0, 0, 0, 0)
-    _run(team.address, (0,) * 5, (0,) * 4, (0,) * 7, (0, 0, 0), four, four, one)
+    _run(team.address, (0,) * 5, (0,) * 4, (0,) * 7, (0, 0, 0), four, four[:3], one)
 
 
 class Step(NamedTuple):
@@ -155,10 +163,8 @@ class Step(NamedTuple):
     unwanted: Addresses | None = None  # not 0: return after the present layer
 
 
-def run_layers(
-    layers: Addresses, pages: Addresses, head_bytes: int, shape: LayerSizes, step: Step
-) -> Tensor:
-    """The delta of the last layer, [T, D]. `head_bytes`: from head to head in the pages."""
+def run_layers(layers: Addresses, pages: Addresses, shape: LayerSizes, step: Step) -> Tensor:
+    """The delta of the last layer, [T, D]."""
     num_tokens = step.residual_TD.shape[0]
     heads = shape.num_heads + 2 * shape.num_kv_heads
     delta_TD = torch.empty(num_tokens, shape.hidden)
@@ -188,7 +194,7 @@ def run_layers(
             batch.slot_B.data_ptr(),
             batch.slot_B.shape[0],
         ),
-        (batch.table_SP.data_ptr(), 4 * batch.table_SP.stride(0), head_bytes, batch.page_size),
+        (batch.table_SP.data_ptr(), 4 * batch.table_SP.stride(0), batch.page_size),
         (shape[:5], (shape.eps, shape.head_size**-0.5)),
     )
     return delta_TD

@@ -147,6 +147,36 @@ def _larger(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, y), y, x)
 
 
+def _numbers(b: Any, codes: Any) -> Any:
+    """What e4m3 codes stand for: the bits of a float16, but for its exponent. 0x7f is NaN."""
+    code = b.zext(codes, lanes_of(I16))
+    low, sign, seven, eight = (ir.Constant(code.type, [x] * LANES) for x in (0x7F, 0x80, 7, 8))
+    size = b.and_(code, low)
+    bits = b.or_(b.shl(b.and_(code, sign), eight), b.shl(size, seven))
+    number = b.fmul(b.fpext(b.bitcast(bits, lanes_of(F16)), V), fill(256.0))
+    return b.select(b.icmp_unsigned("==", size, low), fill(float("nan")), number)
+
+
+def _codes(b: Any, x: Any) -> Any:
+    """The nearest e4m3 codes, ties to even; beyond 448 that of 448. kv_codes/reference says why."""
+    bits = b.bitcast(x, lanes_of(I32))
+    sign = b.and_(b.lshr(bits, fill_bits(24)), fill_bits(0x80))
+    size = b.and_(bits, fill_bits(0x7FFFFFFF))
+    is_nan = b.icmp_unsigned(">", size, fill_bits(0x7F800000))
+    most = fill_bits(0x43E00000)
+    size = b.select(b.icmp_unsigned(">", size, most), most, size)
+    # Three bits of the mantissa are left, and an exponent that begins 120 later.
+    odd = b.and_(b.lshr(size, fill_bits(20)), fill_bits(1))
+    rounded = b.add(b.add(size, fill_bits(0x7FFFF)), odd)
+    normal = b.sub(b.lshr(rounded, fill_bits(20)), fill_bits(960))
+    # Below 2^-6 codes are multiples of 2^-9: one unit of a float32 that is at least 2^14.
+    raised = b.bitcast(b.fadd(b.bitcast(size, V), fill(16384.0)), lanes_of(I32))
+    small = b.sub(raised, fill_bits(0x46800000))
+    code = b.select(b.icmp_unsigned("<", size, fill_bits(0x3C800000)), small, normal)
+    code = b.or_(b.select(is_nan, fill_bits(0x7F), code), sign)
+    return b.trunc(code, lanes_of(I8))
+
+
 # -- values and memory ---------------------------------------------------------------------------
 # Each of these is a call in kernel code. The first argument, numba's typing context, is not used.
 
@@ -157,13 +187,17 @@ def load(_: Any, address: Any) -> Any:
     return lanes(types.int64), lambda _c, b, _s, a: load_at(b, V, a[0])
 
 
-@emitted
-def store(_: Any, address: Any, value: Any) -> Any:
+def _storing(kind: Any) -> Any:
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
         store_at(b, a[1], a[0])
         return context.get_dummy_value()
 
-    return types.void(types.int64, lanes), write
+    return types.void(types.int64, kind), write
+
+
+@emitted
+def store(_: Any, address: Any, value: Any) -> Any:
+    return _storing(lanes)
 
 
 @emitted
@@ -173,11 +207,35 @@ def load_f32(_: Any, address: Any) -> Any:
 
 @emitted
 def store_f32(_: Any, address: Any, value: Any) -> Any:
+    return _storing(types.float32)
+
+
+@emitted
+def load_codes(_: Any, address: Any, count: Any) -> Any:
+    """e4m3 numbers: sixteen, or one in the first lane. `count` is 16 or 1."""
+
+    def write(_c: Any, b: Any, _s: Any, a: Any) -> Any:
+        codes = load_at(b, I8 if count.literal_value == 1 else lanes_of(I8), a[0], align=1)
+        if count.literal_value == 1:
+            none = ir.Constant(lanes_of(I8), [0] * LANES)
+            codes = b.insert_element(none, codes, ir.Constant(I32, 0))
+        return _numbers(b, codes)
+
+    return lanes(types.int64, count), write
+
+
+@emitted
+def store_codes(_: Any, address: Any, value: Any, count: Any) -> Any:
+    """The e4m3 codes of all lanes, or of the first one alone."""
+
     def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
-        store_at(b, a[1], a[0])
+        codes = _codes(b, a[1])
+        if count.literal_value == 1:
+            codes = b.extract_element(codes, ir.Constant(I32, 0))
+        b.store(codes, b.inttoptr(a[0], codes.type.as_pointer()), align=1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32), write
+    return types.void(types.int64, lanes, count), write
 
 
 @emitted
@@ -195,11 +253,7 @@ def load_i64(_: Any, address: Any) -> Any:
 
 @emitted
 def store_i64(_: Any, address: Any, value: Any) -> Any:
-    def write(context: Any, b: Any, _s: Any, a: Any) -> Any:
-        store_at(b, a[1], a[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), write
+    return _storing(types.int64)
 
 
 @emitted
@@ -256,6 +310,11 @@ def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
 @emitted
 def exp(_: Any, x: Any) -> Any:
     return lanes(lanes), lambda _c, b, _s, a: _exp(b, a[0])
+
+
+@emitted
+def e4m3(_: Any, x: Any) -> Any:
+    return lanes(lanes), lambda _c, b, _s, a: _numbers(b, _codes(b, a[0]))
 
 
 @emitted

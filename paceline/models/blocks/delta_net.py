@@ -10,7 +10,8 @@ from torch import Tensor
 from paceline.kernels.delta_rule.reference import DeltaSizes, DeltaWeights
 from paceline.kernels.table import Kernels, delta_rule, gated_norm
 from paceline.layers.delta_net import GatedDeltaNet, OutputNorm
-from paceline.models.reader import Order, Reader
+from paceline.models.matrix import Order
+from paceline.models.reader import Reader
 from paceline.models.sharding import Cut, Cuts, even_cut, share_of
 from paceline.models.weight_source import NamedShape
 from paceline.parallel.groups import Groups

@@ -28,6 +28,7 @@ from paceline.layers.moe import (
     SpreadExperts,
     StackedExperts,
 )
+from paceline.models.matrix import Matrix, as_wide, divided, kind_of, one_matrix, stacked
 from paceline.models.reader import Reader
 from paceline.models.sharding import Cut, Cuts, even_cut, share_of
 from paceline.models.weight_source import NamedShape
@@ -204,7 +205,7 @@ class _ExpertLoader:
         logits = self._exact("gate", *[_SHARED_GATE] * has_gate)
         return MoeMlp(
             router=Router(logits, bias, routing, route.on(device)),
-            experts=self._experts(),
+            experts=self._experts(num_stacked),
             shared=self._shared() if is_apart else None,
         )
 
@@ -213,13 +214,22 @@ class _ExpertLoader:
         experts, which every row chooses. So it needs no separate kernels.
 
         This also works for slices of all experts (tensor parallel). It does not for experts
-        spread over ranks: they see other rows than the shared expert does.
+        spread over ranks: they see other rows than the shared expert does. Nor does it where a
+        checkpoint has the shared expert in another format than the others.
         """
         moe, read = self.moe, self.read
         is_stacked = read.formats.has_fixed_shapes and read.groups.exchange is None
-        if not is_stacked or moe.shared_inner_size % moe.inner_size:
+        count, rest = divmod(moe.shared_inner_size, moe.inner_size)
+        if not is_stacked or not count or rest:
             return 0
-        return moe.shared_inner_size // moe.inner_size
+        if read.formats.fp8 is None or read.formats.rounds_by is not None:
+            return count
+        for parts, fused in ((_GATE_UP, self.found.gate_up), (_DOWN, self.found.down)):
+            shared = self._shared_parts(parts, count)
+            first = next(self._each(range(1), parts, fused))
+            if shared is None or len({kind_of(x) for x in (*first, *next(shared))}) > 1:
+                return 0
+        return count
 
     def _exact(self, *names: str) -> Linear:
         """The router's logits are fp32 in every format: small differences decide the choice."""
@@ -239,16 +249,16 @@ class _ExpertLoader:
         is_gated = self.moe.has_shared_gate
         return SharedExpert(mlp, self._exact(_SHARED_GATE) if is_gated else None)
 
-    def _experts(self) -> Experts:
+    def _experts(self, num_stacked: int) -> Experts:
         groups, count = self.read.groups, self.moe.num_experts
         if groups.exchange is not None:
             inner = self._own(groups.exchange.share(count), torch.float32, 0)
             # A draft model that is whole on every rank of `tp` has a whole shared expert, too.
             return SpreadExperts(inner, groups.exchange, count, groups.tp is groups.exchange.tp)
         if groups.tp.is_active:
-            inner = self._own(range(count), torch.float32, self._num_stacked())
+            inner = self._own(range(count), torch.float32, num_stacked)
             return ReducedExperts(inner, groups.tp)
-        return self._own(range(count), None, self._num_stacked())
+        return self._own(range(count), None, num_stacked)
 
     def _own(self, own: range, out_dtype: torch.dtype | None, num_shared: int) -> Experts:
         """The experts of this rank, numbered from 0, then the stacked shared ones.
@@ -257,53 +267,56 @@ class _ExpertLoader:
         """
         formats, found = self.read.formats, self.found
         if formats.has_fixed_shapes:
-            weights = ExpertWeights(
+            stacks = [
                 self._stacked(own, _GATE_UP, found.gate_up, num_shared),
                 self._stacked(own, _DOWN, found.down, num_shared),
-            )
-            apply = apply_experts.on(formats.device)
-            return StackedExperts(weights, apply, out_dtype)
-        gate_up = self._separate(own, _GATE_UP, found.gate_up)
-        down = self._separate(own, _DOWN, found.down)
-        pairs = zip(gate_up, down, strict=True)
+            ]
+            if len({scale is None for _, scale in stacks}) > 1:
+                stacks = [(as_wide(*x).to(formats.compute), None) for x in stacks]
+            (gate_up, gate_up_scale), (down, down_scale) = stacks
+            weights = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
+            return StackedExperts(weights, apply_experts.on(formats.device), out_dtype)
+        pairs = zip(
+            self._separate(own, _GATE_UP, found.gate_up),
+            self._separate(own, _DOWN, found.down),
+            strict=True,
+        )
         return SeparateExperts([GatedMlp(*pair, self.kernels.silu_and_mul) for pair in pairs])
 
     def _separate(self, own: range, parts: tuple[int, ...], fused: str | None) -> list[Linear]:
         read = self.read
         if fused is not None:
-            return [read.formats.linear(x.contiguous(), None) for x in read.tensor(fused)]
+            return [read.product(x) for x in read.fused(fused)]
         return [read.linear([self.found.expert(i, m) for m in parts]) for i in own]
+
+    def _each(
+        self, own: range, parts: tuple[int, ...], fused: str | None
+    ) -> Iterator[list[Matrix]]:
+        """The matrices of each expert."""
+        if fused is not None:
+            return ([x] for x in self.read.fused(fused))
+        names = ([self.found.expert(i, m) + ".weight" for m in parts] for i in own)
+        return ([self.read.matrix(name) for name in expert] for expert in names)
 
     def _stacked(
         self, own: range, parts: tuple[int, ...], fused: str | None, num_shared: int
-    ) -> Tensor:
-        """One tensor of all experts on the device, filled expert by expert."""
-        read, formats = self.read, self.read.formats
-        whole = None if fused is None else read.tensor(fused)
-        if whole is not None and not num_shared:
-            return whole.to(formats.device, formats.compute).contiguous()
-        stack: Tensor | None = None
-        if whole is not None:
-            shape = (len(own) + num_shared, *whole.shape[1:])
-            stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
-            stack[: len(own)].copy_(whole)
-        names = [[self.found.expert(i, m) + ".weight" for m in parts] for i in own if whole is None]
-        each = ([read.tensor(name) for name in expert] for expert in names)
-        for index, rows in enumerate(chain(each, self._shared_parts(parts, num_shared))):
-            if stack is None:
-                shape = (len(own) + num_shared, sum(len(x) for x in rows), rows[0].shape[1])
-                stack = torch.empty(shape, dtype=formats.compute, device=formats.device)
-            to = stack[index + len(own) - len(names)]
-            for place, part in zip(to.split([len(x) for x in rows]), rows, strict=True):
-                place.copy_(part)
-        assert stack is not None
-        return stack
+    ) -> tuple[Tensor, Tensor | None]:
+        """One tensor of all experts on the device, filled expert by expert, and their scales."""
+        formats, read = self.read.formats, self.read
+        shared = self._shared_parts(parts, num_shared)
+        assert shared is not None, "else none is stacked"
+        each = chain(self._each(own, parts, fused), shared)
+        matrices = (read.rounded(one_matrix(x)) for x in each)
+        return stacked(matrices, len(own) + num_shared, formats.compute, formats.device)
 
-    def _shared_parts(self, parts: tuple[int, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
+    def _shared_parts(
+        self, parts: tuple[int, ...], count: int
+    ) -> Iterator[tuple[Matrix, ...]] | None:
         """The matrices of the shared expert, divided into those of `count` experts."""
         if not count:
             return iter(())
         names = [f"{self.found.block}{self.moe.shared}{_MATRICES[m]}.weight" for m in parts]
         pairs = zip(parts, names, strict=True)
-        cut = [self.read.tensor(n).chunk(count, dim=int(m == 2)) for m, n in pairs]
-        return zip(*cut, strict=True)
+        cut = [divided(self.read.matrix(n), count, int(m == 2)) for m, n in pairs]
+        found = [x for x in cut if x is not None]
+        return zip(*found, strict=True) if len(found) == len(cut) else None

@@ -11,7 +11,9 @@ from paceline.kernels.elementwise.reference import HeadNorms
 from paceline.kernels.table import Kernels, sigmoid_mul
 from paceline.layers.attention import GroupedAttention, HeadGate
 from paceline.layers.rope import interleave_pairs
-from paceline.models.reader import Order, Reader
+from paceline.models.kv_scales import read_kv_scales
+from paceline.models.matrix import Order
+from paceline.models.reader import Reader
 from paceline.models.sharding import Cut, Cuts, divisors, either, even_cut, share_of
 from paceline.models.weight_source import NamedShape
 from paceline.parallel.groups import Groups
@@ -114,6 +116,7 @@ class GroupedSpec:
             scale=self.head_size**-0.5,
             head_norms=norms,
             gate=gate,
+            kv_scales=read_kv_scales(read, at, self.num_kv_heads, is_latent=False),
         )
 
     def _paired(self, rows: Tensor, num_heads: int) -> Tensor:

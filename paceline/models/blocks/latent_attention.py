@@ -11,6 +11,8 @@ from paceline.kernels.mla.reference import LatentNorm
 from paceline.kernels.table import Kernels, pick_latent_kernels
 from paceline.layers.mla import LatentAttention, QueryRank
 from paceline.layers.rope import interleave_pairs
+from paceline.models.kv_scales import read_kv_scales
+from paceline.models.matrix import Order
 from paceline.models.reader import Reader
 from paceline.models.sharding import Cuts, even_cut, share_of
 from paceline.models.weight_source import NamedShape
@@ -98,26 +100,18 @@ class LatentSpec:
         at += "self_attn."
         heads, formats = self.num_heads, read.formats
         query: QueryRank | None = None
+        first = at + "q_proj"
+        first_rows: Order | None = self._query_rows
         if self.query_rank is not None:
-            rows = self._paired(read.tensor(at + "q_b_proj.weight"), heads)
             norm_Q = read.norm(at + "q_a_layernorm.weight")
-            query = QueryRank(norm_Q, self.norm_eps, formats.linear(rows, None))
-            first, first_bias = _rows(read, at + "q_a_proj")
-        else:
-            first, first_bias = _rows(read, at + "q_proj")
-            first = self._paired(first, heads)
-        kv, kv_bias = _rows(read, at + "kv_a_proj_with_mqa")
-        kv = self._paired(kv, 1)
-        bias = None
-        if first_bias is not None or kv_bias is not None:
-            kv_bias = None if kv_bias is None else self._paired(kv_bias, 1)
-            parts = ((first, first_bias), (kv, kv_bias))
-            bias = torch.cat([x.new_zeros(len(x)) if b is None else b for x, b in parts])
+            second = read.linear([at + "q_b_proj"], [self._query_rows])
+            query = QueryRank(norm_Q, self.norm_eps, second)
+            first, first_rows = at + "q_a_proj", None
         absorbed = read.tensor(at + "kv_b_proj.weight").to(formats.device, formats.compute)
         absorbed = absorbed.view(heads, self.nope_size + self.value_size, self.latent_size)
         key_NQL, value_NVL = absorbed.split((self.nope_size, self.value_size), dim=1)
         return LatentAttention(
-            down=formats.linear(torch.cat((first, kv)), bias),
+            down=read.linear([first, at + "kv_a_proj_with_mqa"], [first_rows, self._kv_rows]),
             query=query,
             key_NQL=key_NQL.contiguous(),
             value_NLV=value_NVL.transpose(1, 2).contiguous(),
@@ -125,7 +119,14 @@ class LatentSpec:
             o=read.reduced(at + "o_proj"),
             kernels=pick_latent_kernels(formats.device),
             scale=self.query_size**-0.5 * self.softmax_factor,
+            kv_scales=read_kv_scales(read, at, 1, is_latent=True),
         )
+
+    def _query_rows(self, rows: Tensor) -> Tensor:
+        return self._paired(rows, self.num_heads)
+
+    def _kv_rows(self, rows: Tensor) -> Tensor:
+        return self._paired(rows, 1)
 
     def _paired(self, rows: Tensor, num_heads: int) -> Tensor:
         """Rotary pairs as neighbours, which the kernels need; some checkpoints store halves."""
@@ -135,7 +136,3 @@ class LatentSpec:
         rope = by_head[:, -self.rope_size :].flatten(0, 1)
         paired = interleave_pairs(rope, num_heads).unflatten(0, (num_heads, -1))
         return torch.cat((by_head[:, : -self.rope_size], paired), dim=1).flatten(0, 1)
-
-
-def _rows(read: Reader, name: str) -> tuple[Tensor, Tensor | None]:
-    return read.tensor(name + ".weight"), read.optional(name + ".bias")

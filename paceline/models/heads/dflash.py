@@ -18,7 +18,7 @@ from paceline.kernels.step_rows import BlockLayout
 from paceline.layers.attention import BlockPass, WantedEntries
 from paceline.layers.linear import Linear
 from paceline.layers.vocab import Embedding, VocabShards
-from paceline.models.config_json import Config, refuse_quantised, value_of
+from paceline.models.config_json import Config, value_of
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.heads.base import (
     TABLE,
@@ -39,6 +39,7 @@ from paceline.models.heads.dflash2 import (
 )
 from paceline.models.heads.dspark import MarkovSpec, read_markov
 from paceline.models.loading import check_names, layer_shapes, load_stack, open_reader
+from paceline.models.quantised_config import refuse_quantised
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
 from paceline.layers.vocab import Embedding, VocabShards
-from paceline.models.config_json import Config, refuse_quantised
+from paceline.models.config_json import Config
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.heads.base import (
     TABLE,
@@ -24,6 +24,7 @@ from paceline.models.heads.base import (
     warn_of_vocabulary,
 )
 from paceline.models.loading import check_names, layer_shapes, load_stack, open_reader
+from paceline.models.quantised_config import refuse_quantised
 from paceline.models.reader import WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource

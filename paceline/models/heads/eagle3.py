@@ -16,7 +16,7 @@ from paceline.errors import CheckpointError
 from paceline.layers.attention import ForwardInputs
 from paceline.layers.linear import Linear
 from paceline.layers.vocab import Embedding, VocabShards
-from paceline.models.config_json import Config, flag_of, refuse_quantised, value_of
+from paceline.models.config_json import Config, flag_of, value_of
 from paceline.models.decoder import Decoder, LayerStack
 from paceline.models.heads.base import (
     TABLE,
@@ -31,6 +31,7 @@ from paceline.models.heads.base import (
     with_attention,
 )
 from paceline.models.loading import check_names, layer_shapes, load_stack, open_reader
+from paceline.models.quantised_config import refuse_quantised
 from paceline.models.reader import Reader, WeightFormats
 from paceline.models.spec import ModelSpec
 from paceline.models.weight_source import NamedShape, WeightSource

@@ -20,6 +20,7 @@ from paceline.kernels.panels.reference import PanelWeight, pack_blocks, pack_den
 from tests.kernels.cases.delta_rule import NORMS, norm_arguments, small
 from tests.kernels.cases.delta_rule import arguments as delta_arguments
 from tests.kernels.cases.elementwise import wide_gate_arguments
+from tests.kernels.cases.kv_codes import coded_attention, coded_heads
 
 Arguments = tuple[Any, ...]
 
@@ -42,7 +43,8 @@ class Case:
         arguments = self.make()
         result = function(*arguments)
         parts = [x for a in arguments for x in (a if isinstance(a, tuple) else (a,))]
-        written = [x for x in parts if isinstance(x, Tensor) and x.dtype == torch.float32]
+        kinds = (torch.float32, torch.uint8)
+        written = [x for x in parts if isinstance(x, Tensor) and x.dtype in kinds]
         # silu_and_mul may use its input as scratch; what is left in it means nothing.
         kept = [] if self.kernel == "silu_and_mul" else written
         return kept if result is None else [result, *kept]
@@ -75,10 +77,16 @@ def all_cases() -> Iterator[Case]:
         yield Case("paged_attention", f"{batch}-{heads}x{size}-pages{page_size}", make)
         make = attention_arguments(batch, heads, size, page_size, is_causal=False)
         yield Case("paged_attention", f"{batch}-{heads}x{size}-block", make)
+        make = on_cpu(coded_attention(_wide(make)))
+        yield Case("paged_attention", f"{batch}-{heads}x{size}-block-fp8", make)
+    for tokens, heads, size in ((20, (4, 2), 12), (9, (2, 2), 40)):
+        make = on_cpu(coded_heads(_wide(_heads_arguments(tokens, heads, size, has_norms=False))))
+        yield Case("place_heads", f"{tokens}x{heads}x{size}-fp8", make)
     for kind in ("Q4_0", "Q4_1", "Q8_0", "f16", "bf16", "f32"):
         for num_rows, outputs, inputs in ((1, 64, 32), (7, 100, 96), (50, 96, 832)):
             make = matmul_arguments(kind, num_rows, outputs, inputs)
             yield Case("matmul", f"{kind}-{num_rows}x{outputs}x{inputs}", make, tolerance=1e-4)
+    yield from _fp8_cases()
     for named in small():
         yield Case("delta_rule", named.name, on_cpu(delta_arguments(named)), tolerance=1e-5)
     for norm in NORMS[:4]:
@@ -86,9 +94,43 @@ def all_cases() -> Iterator[Case]:
     yield from _large_cases()
 
 
+def _fp8_cases() -> Iterator[Case]:
+    for rows, width in ((1, 5), (3, 132), (33, 576)):
+        for is_blocked in (False, True):
+            name = f"{rows}x{width}{'-blocks' if is_blocked else ''}"
+            yield Case("round_rows", name, _round_arguments(rows, width, is_blocked), 0.0)
+        for has_bias in (False, True):
+            name = f"{rows}x{width}{'-bias' if has_bias else ''}"
+            yield Case("scale_outputs", name, _scale_arguments(rows, width, has_bias), 0.0)
+
+
 def on_cpu(make: Callable[[torch.device, torch.dtype], Arguments]) -> Callable[[], Arguments]:
     """Arguments of a GPU's case."""
     return lambda: make(torch.device("cpu"), torch.float32)
+
+
+def _round_arguments(rows: int, width: int, is_blocked: bool) -> Callable[[], Arguments]:
+    """Large and tiny numbers, ties between two codes, a row of zeros."""
+
+    def make() -> Arguments:
+        random = torch.Generator().manual_seed(rows + width)
+        x_TK = torch.randn(rows, width, generator=random).exp().mul_(3.0).floor_().mul_(0.25)
+        x_TK *= torch.randn(rows, width, generator=random).sign()
+        x_TK[:, ::7] *= 2.0**-12
+        x_TK[rows // 2, : width // 2] = 0.0
+        return x_TK, is_blocked
+
+    return make
+
+
+def _scale_arguments(rows: int, width: int, has_bias: bool) -> Callable[[], Arguments]:
+    def make() -> Arguments:
+        random = torch.Generator().manual_seed(rows + width)
+        x_TN = torch.randn(rows, width, generator=random)
+        scale_N, bias_N = torch.randn(2, width, generator=random)
+        return x_TN, scale_N, bias_N if has_bias else None
+
+    return make
 
 
 # Rows as (queries, KV length), query and KV heads, head size, page size.
@@ -110,6 +152,8 @@ def _large_cases() -> Iterator[Case]:
         yield Case("silu_and_mul", name, _gate_arguments(rows, 1536), is_large=True)
         make = _heads_arguments(rows, (9, 3), 64, has_norms=False)
         yield Case("place_heads", name, make, 5e-6, is_large=True)
+        make = on_cpu(coded_heads(_wide(make)))
+        yield Case("place_heads", f"{name}, fp8", make, is_large=True)
         for kind in ("Q4_1", "Q8_0", "f16"):
             make = matmul_arguments(kind, rows, 3072, 576)
             yield Case("matmul", f"{kind}, {name}", make, 1e-3, is_large=True)
@@ -124,10 +168,17 @@ def _large_cases() -> Iterator[Case]:
         make = attention_arguments(batch, (9, 3), 64, 16)
         name = f"{len(batch)} x {batch[0][0]} at {batch[0][1]}"
         yield Case("paged_attention", name, make, is_large=True)
+        make = on_cpu(coded_attention(_wide(make)))
+        yield Case("paged_attention", f"{name}, fp8", make, is_large=True)
 
 
 def _numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _wide(make: Callable[[], Arguments]) -> Callable[[torch.device, torch.dtype], Arguments]:
+    """Of pages in fp32, as `kv_codes` takes them."""
+    return lambda _device, _dtype: make()
 
 
 def _norm_arguments(rows: int, width: int, *, has_delta: bool) -> Callable[[], Arguments]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.experts.reference import ExpertWeights, Routing, route
+from paceline.kernels.fp8.reference import quantise_weight
 from tests.kernels.cases.pairs import FLOATS, Arguments, TritonCase
 
 Make = Callable[[torch.device, torch.dtype], Arguments]
@@ -29,6 +30,7 @@ class _Shape:
     favourite: float = 0.0  # how much expert 1 is preferred
     is_spread: bool = False  # half of the experts are elsewhere, and sums leave in fp32
     num_shared: int = 0  # experts behind the others, which all rows take
+    scales: str = ""  # of e4m3 weights: by channels or by blocks
 
 
 def cases() -> Iterator[TritonCase]:
@@ -49,6 +51,19 @@ def cases() -> Iterator[TritonCase]:
             scale=2.0,  # of two products behind each other
             is_large=is_large,
         )
+    for name, shape, is_large in _fp8_shapes():
+        # A last bit of the first product may be another code of the second one's rows.
+        for dtype, scale in ((torch.float32, 2e3), (torch.bfloat16, 2.0)):
+            yield TritonCase(
+                operation="apply_experts",
+                name=f"{name}, {shape.scales}",
+                make=_expert_arguments(shape),
+                outputs=_in_computed_type,
+                dtypes=(dtype,),
+                scale=scale,
+                is_large=is_large,
+                least_arch=89,
+            )
 
 
 def _in_computed_type(arguments: Arguments, result: Tensor) -> list[Tensor]:
@@ -96,6 +111,15 @@ def _shapes() -> Iterator[tuple[str, _Shape, bool]]:
         yield f"mixtral {rows}", _Shape(rows, 8, 2, 4096, 14336), True
 
 
+def _fp8_shapes() -> Iterator[tuple[str, _Shape, bool]]:
+    for scales in ("channels", "blocks"):
+        few = _Shape(7, 5, 2, 144, 80, has_shared=True, scales=scales)
+        yield "fp8 few", few, False
+        yield "fp8 many, spread", _Shape(70, 6, 3, 40, 36, is_spread=True, scales=scales), False
+        for rows in (1, 64, 300):
+            yield f"fp8 qwen3 {rows}", _Shape(rows, 128, 8, 2048, 768, scales=scales), True
+
+
 def _routing_arguments(rows: int, experts: int, how: Routing, has_bias: bool) -> Make:
     def make(device: torch.device, dtype: torch.dtype) -> Arguments:
         random = torch.Generator(device).manual_seed(rows * experts)
@@ -132,8 +156,16 @@ def _expert_arguments(shape: _Shape) -> Make:
         gate_up = normal(count, 2 * shape.inner, shape.width) * shape.width**-0.5
         down = normal(count, shape.width, shape.inner) * shape.inner**-0.5
         experts = ExpertWeights(gate_up.to(dtype), down.to(dtype))
+        if shape.scales:
+            experts = in_e4m3(gate_up, down, shape.scales == "blocks")
         shared_TD = normal(shape.rows, shape.width).to(dtype) if shape.has_shared else None
         out_dtype = torch.float32 if shape.is_spread else None
         return x_TD.to(dtype), chosen_TK, weight_TK, experts, shared_TD, out_dtype
 
     return make
+
+
+def in_e4m3(gate_up_EIH: Tensor, down_EHI: Tensor, is_blocked: bool) -> ExpertWeights:
+    pairs = [[quantise_weight(x, is_blocked)[:2] for x in m] for m in (gate_up_EIH, down_EHI)]
+    gate_up, down = ([torch.stack(x) for x in zip(*pair, strict=True)] for pair in pairs)
+    return ExpertWeights(gate_up[0], down[0], gate_up[1], down[1])

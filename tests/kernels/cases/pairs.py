@@ -43,6 +43,7 @@ class TritonCase:
     scale: float = 1.0  # of the tolerance
     is_large: bool = False  # a real model's size: for the GPU and for benchmarks
     backend: str = "triton"  # what is compared with the reference
+    least_arch: int = 80  # of the GPUs that have its instructions
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.name}"
@@ -63,8 +64,8 @@ class TritonCase:
 
 
 TOPICS = (
-    *("attention", "delta_rule", "drafts", "elementwise", "experts", "linear"),
-    *("mla", "processors", "sampling", "step"),
+    *("attention", "delta_rule", "drafts", "elementwise", "experts", "fp8", "kv_codes"),
+    *("linear", "mla", "processors", "sampling", "step"),
 )
 
 

@@ -32,6 +32,7 @@ from paceline.kernels.step_rows import (
     StepShape,
 )
 from paceline.kernels.verify.reference import Verdicts
+from paceline.step import HostDrafts
 from tests.kernels.cases.pairs import TritonCase
 
 Ints = npt.NDArray[np.int32]
@@ -98,6 +99,28 @@ class Scene:
     def draft_start_B(self) -> Ints:
         """Chunks and the token after them, or two tokens; a gap of one behind each row."""
         return self.row_start_B + 3 * np.arange(len(self.kinds), dtype=np.int32)
+
+    @property
+    def _is_chunk_B(self) -> npt.NDArray[np.bool_]:
+        return np.array([kind in ("final", "chunk") for kind in self.kinds], np.bool_)
+
+    @property
+    def has_host_drafts_B(self) -> npt.NDArray[np.bool_]:
+        """Every other window may verify drafts that a draft model has not made."""
+        is_odd_B: npt.NDArray[np.bool_] = np.arange(len(self.kinds)) % 2 == 1
+        return ~self._is_chunk_B & is_odd_B
+
+    @property
+    def host_drafts(self) -> HostDrafts:
+        """Only whose they are."""
+        row_R = self.has_host_drafts_B.nonzero()[0].astype(np.int32)
+        return HostDrafts(row_R, row_R, np.full((len(row_R), 1), -1, np.int32), row_R)
+
+    @property
+    def draft_len_B(self) -> Ints:
+        """What the step computes and samples; of a draft model's own drafts the last two tokens."""
+        whole_B = self._is_chunk_B | self.has_host_drafts_B
+        return np.where(whole_B, self.planned_B + self.samples_B, 2).astype(np.int32)
 
     @property
     def num_draft_entries(self) -> int:
@@ -171,6 +194,7 @@ class Scene:
             (layout.samples, self.samples_B),
             (layout.row_start, self.row_start_B),
             (layout.draft_start, self.draft_start_B),
+            (layout.draft_len, self.draft_len_B),
         ):
             packet[at : at + num_rows] = values
         # The page that a row's window needs, where the table has none; then those of others.

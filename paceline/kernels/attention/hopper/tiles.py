@@ -42,6 +42,7 @@ from paceline.kernels.attention.hopper.rows import (
 from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
 from paceline.kernels.attention.triton.spans import LOG2_E
 from paceline.kernels.attention.triton.tiles import MOST_FUSED_ROWS
+from paceline.kernels.attention.triton.work import PagedHeads
 from paceline.kernels.gpu.device import is_hopper, num_multiprocessors
 
 GROUPS = gl.constexpr(2)  # of four warps that attend: all of a tile's rows
@@ -72,14 +73,14 @@ def is_supported(qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: Atte
 
 def attend_tiles(
     qkv_TD: Tensor,
-    key_NSH: Tensor,
-    value_NSH: Tensor,
+    pages: PagedHeads,
     batch: AttentionBatch,
     work: AttentionWork,
     scale: float,
     out_TD: Tensor,
 ) -> None:
     """Fill the outputs of long rows, as attention/triton/tiles does."""
+    key_NSH, value_NSH, _, _ = pages
     num_kv_heads, num_slots, head_size = key_NSH.shape
     head_slots = key_NSH.stride(0) // head_size
     slots = [(num_kv_heads - 1) * head_slots + num_slots, head_size]

@@ -15,9 +15,10 @@ from torch import Tensor
 from paceline.kernels.attention.reference import AttentionBatch
 from paceline.kernels.attention.triton import tiles
 from paceline.kernels.attention.triton.spans import attend_spans
-from paceline.kernels.attention.triton.work import SHORT, TILE_ROWS, make_work
+from paceline.kernels.attention.triton.work import SHORT, TILE_ROWS, PagedHeads, make_work
 from paceline.kernels.gpu.device import is_hopper
 from paceline.kernels.gpu.triton import after_all, dependent
+from paceline.kernels.kv_codes.reference import KvScales
 
 # Gluon is an experiment that every Triton continues differently: with another than the one that a
 # kernel was written for, and has run with, there is none.
@@ -32,7 +33,12 @@ def prepare_attention(batch: AttentionBatch, num_entries: int, num_kv_heads: int
 
 
 def paged_attention(
-    qkv_TD: Tensor, key_NSH: Tensor, value_NSH: Tensor, batch: AttentionBatch, scale: float
+    qkv_TD: Tensor,
+    key_NSH: Tensor,
+    value_NSH: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """Entries that no row owns get zeros. The scale is positive."""
     num_kv_heads, num_slots, head_size = key_NSH.shape
@@ -46,12 +52,13 @@ def paged_attention(
     work = batch.work
     assert work is not None
     out_TD = qkv_TD.new_empty(num_entries, num_kv_heads * batch.group_size * head_size)
-    attend_spans(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD, launch)
+    pages = PagedHeads(key_NSH, value_NSH, *(scales or (None, None)))
+    attend_spans(qkv_TD, pages, batch, work, scale, out_TD, launch)
     if (batch.max_query_len or num_entries) > SHORT:
         is_plain = batch.is_causal and not batch.has_row_window
         assert is_plain, f"only rows of up to {SHORT} queries see otherwise"
         attend_tiles = tiles_kernel(qkv_TD, key_NSH, value_NSH, batch)
-        attend_tiles(qkv_TD, key_NSH, value_NSH, batch, work, scale, out_TD)
+        attend_tiles(qkv_TD, pages, batch, work, scale, out_TD)
     return out_TD
 
 

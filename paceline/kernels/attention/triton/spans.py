@@ -23,15 +23,17 @@ from paceline.kernels.attention.triton.work import (
     PROGRAMS_PER_SM,
     REACH,
     STRETCH,
+    PagedHeads,
     span_rows,
 )
 from paceline.kernels.gpu.device import num_multiprocessors
 from paceline.kernels.gpu.triton import dependent, wait_for_input
+from paceline.kernels.kv_codes.triton import numbers, scaled
 
 LOG2_E = 1.4426950408889634
 PARTS = STRETCH // BLOCK  # of a stretch, and of a reach
 assert REACH // STRETCH == PARTS
-PARTIALS_AT_ONCE = 16  # that are loaded together
+PARTIALS_AT_ONCE = 16  # that are loaded together, if they fit in registers
 MANY_RESULTS = 1024  # entries times KV heads for which there is no longer a program each
 
 
@@ -67,8 +69,7 @@ def span_tiles(dtype: torch.dtype, padded_size: int, tiles_per_sm: float) -> Spa
 
 def attend_spans(
     qkv_TD: Tensor,
-    key_NSH: Tensor,
-    value_NSH: Tensor,
+    pages: PagedHeads,
     batch: AttentionBatch,
     work: AttentionWork,
     scale: float,
@@ -76,7 +77,7 @@ def attend_spans(
     launch: dict[str, Any],
 ) -> None:
     """Fill the outputs of short rows; entries that belong to no row get zeros."""
-    num_kv_heads, _, head_size = key_NSH.shape
+    num_kv_heads, _, head_size = pages.key_NSH.shape
     group = batch.group_size
     padded_size = max(16, triton.next_power_of_2(head_size))
     rows = span_rows(group)
@@ -90,9 +91,9 @@ def attend_spans(
     # As many as run at once: they share the items, whose number only the device knows.
     most_programs = num_sms * tiles.programs_per_sm
     _span_kernel[(min(most_programs, len(work.span_E8) * num_kv_heads),)](
-        *(qkv_TD, key_NSH, value_NSH, out_TD, sums, states),
+        *(qkv_TD, *pages, out_TD, sums, states),
         *(work.span_E8, work.count_2, batch.table_SP, scale * LOG2_E),
-        *(qkv_TD.stride(0), key_NSH.stride(0), batch.table_SP.stride(0), partial_rows),
+        *(qkv_TD.stride(0), pages.key_NSH.stride(0), batch.table_SP.stride(0), partial_rows),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD=head_size,
@@ -110,17 +111,18 @@ def attend_spans(
         **launch,
     )
     at_once = _entries_at_once(len(qkv_TD) * num_kv_heads)
+    size = triton.next_power_of_2(group) * padded_size  # of a partial result, held in registers
     _merge_kernel[(triton.cdiv(len(qkv_TD), at_once), num_kv_heads)](
-        *(out_TD, sums, states, work.merge_T4, partial_rows, len(qkv_TD)),
+        *(out_TD, sums, states, work.merge_T4, pages.value_scale_N, partial_rows, len(qkv_TD)),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD=head_size,
         PADDED_GROUP=triton.next_power_of_2(group),
         PADDED=padded_size,
         PARTS=PARTS,
-        AT_ONCE=PARTIALS_AT_ONCE,
+        AT_ONCE=min(PARTIALS_AT_ONCE, max(PARTS, PARTIALS_AT_ONCE * 1024 // size)),
         ENTRIES=at_once,
-        num_warps=4,
+        num_warps=min(max(4, size // 512), 16),
         **dependent(),
     )
 
@@ -137,6 +139,8 @@ def _span_kernel(  # noqa: PLR0913
     qkv_TD,
     key_NSH,
     value_NSH,
+    key_scale_N,
+    value_scale_N,
     out_TD,
     sums_ENRH,
     states_ENR2,
@@ -198,7 +202,7 @@ def _span_kernel(  # noqa: PLR0913
             begin,
             end,
             reach,
-            scale,
+            scaled(scale, key_scale_N, head),
             HEAD,
             PADDED,
             PAGE,
@@ -212,6 +216,7 @@ def _span_kernel(  # noqa: PLR0913
             out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
             # A query that sees no key at all gets 0; NaN stays.
             result /= tl.where(total == 0.0, 1.0, total)[:, None]
+            result = scaled(result, value_scale_N, head)
             tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
         else:
             place = (partial * KV_HEADS + head) * partial_rows + row.to(tl.int64)
@@ -287,6 +292,7 @@ def _walk(  # noqa: PLR0913
     top, total, result = _nothing(ROWS, PADDED)
     far_top, far_total, far_result = _nothing(ROWS, PADDED)
     run_top, run_total, run_result = _nothing(ROWS, PADDED)
+    into_reach = begin % reach
     # Triton 3.6 takes a lower bound that an outer loop changes for a constant: begin at 0.
     for passed in range(0, end - begin, SIZE):
         at = begin + passed + tl.arange(0, SIZE)
@@ -299,8 +305,8 @@ def _walk(  # noqa: PLR0913
         # One block ahead, so that no load of keys waits for a load of pages.
         page = pages_at(table, at + SIZE, end, PAGE)
         # Both at once: values are under way while scores are weighed.
-        keys = tl.load(key + offset, mask=inside, other=0.0)
-        values = tl.load(value + offset, mask=inside, other=0.0)
+        keys = numbers(tl.load(key + offset, mask=inside, other=0), query.dtype)
+        values = numbers(tl.load(value + offset, mask=inside, other=0), query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         is_seen = (at < end)[None, :] & ((at[None, :] <= position[:, None]) | (not IS_CAUSAL))
         if WINDOW > 0:
@@ -314,14 +320,17 @@ def _walk(  # noqa: PLR0913
             run_top, run_total, run_result, block_top, block_total, block_result
         )
         # Spans begin where stretches do, or are shorter.
-        if ((passed + SIZE) % STRETCH_SIZE == 0) & (passed + SIZE < end - begin):
+        into_reach += SIZE
+        is_stretch = (into_reach % STRETCH_SIZE == 0) | (into_reach == reach)
+        if is_stretch & (passed + SIZE < end - begin):
             far_top, far_total, far_result = _merge(
                 far_top, far_total, far_result, run_top, run_total, run_result
             )
             run_top, run_total, run_result = _nothing(ROWS, PADDED)
-            if (begin + passed + SIZE) % reach == 0:
+            if into_reach == reach:
                 top, total, result = _merge(top, total, result, far_top, far_total, far_result)
                 far_top, far_total, far_result = _nothing(ROWS, PADDED)
+                into_reach -= reach
     # Nothing merged with something is that something: short spans save the merges.
     if end - begin > STRETCH_SIZE:
         run_top, run_total, run_result = _merge(
@@ -363,6 +372,7 @@ def _merge_kernel(  # noqa: PLR0913
     sums_ENRH,
     states_ENR2,
     merge_T4,
+    value_scale_N,
     partial_rows,
     num_entries,
     KV_HEADS: tl.constexpr,
@@ -383,8 +393,8 @@ def _merge_kernel(  # noqa: PLR0913
     if tl.max(tl.abs(num_spans), 0) > 0:
         for i in range(ENTRIES):
             _merge_entry(
-                *(out_TD, sums_ENRH, states_ENR2, merge_T4, partial_rows, num_entries),
-                *(first + i, tl.program_id(1)),
+                *(out_TD, sums_ENRH, states_ENR2, merge_T4, value_scale_N),
+                *(partial_rows, num_entries, first + i, tl.program_id(1)),
                 *(KV_HEADS, GROUP, HEAD, PADDED_GROUP, PADDED, PARTS, AT_ONCE),
             )
 
@@ -395,6 +405,7 @@ def _merge_entry(  # noqa: PLR0913
     sums_ENRH,
     states_ENR2,
     merge_T4,
+    value_scale_N,
     partial_rows,
     num_entries,
     entry,
@@ -421,32 +432,58 @@ def _merge_entry(  # noqa: PLR0913
         sum_at = sums_ENRH + place[:, None] * HEAD + column[None, :]
         is_row = row < GROUP
         top, total, result = _nothing(PADDED_GROUP, PADDED)
-        # Unrolled, so that many loads are on their way at once.
         if how == 0:  # reaches
             for first_span in range(0, num_spans, AT_ONCE):
-                for i in tl.static_range(AT_ONCE):
-                    span = first_span + i
-                    top, total, result = _merge(
-                        *(top, total, result),
-                        *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
-                    )
+                parts = _load_partials(
+                    *(state_at, sum_at, first_span, num_spans, stride, is_row, HEAD, AT_ONCE)
+                )
+                if are_loaded(first, first_span):
+                    for i in tl.static_range(AT_ONCE):
+                        top, total, result = _merge(top, total, result, *parts[i])
         else:  # blocks of stretches, or stretches of reaches
             before = how // 4  # stretches that the first reach lacks
-            for first_span in range(-before, num_spans, AT_ONCE // 2):
-                for part in tl.static_range(AT_ONCE // 2 // PARTS):
-                    run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
-                    for i in tl.static_range(PARTS):
-                        span = first_span + part * PARTS + i
-                        run_top, run_total, run_result = _merge(
-                            *(run_top, run_total, run_result),
-                            *_load_partial(state_at, sum_at, span, num_spans, stride, is_row, HEAD),
+            few: tl.constexpr = max(AT_ONCE // 2, PARTS)
+            for first_span in range(-before, num_spans, few):
+                parts = _load_partials(
+                    *(state_at, sum_at, first_span, num_spans, stride, is_row, HEAD, few)
+                )
+                if are_loaded(first, first_span):
+                    for first_part in tl.static_range(0, few, PARTS):
+                        run_top, run_total, run_result = _nothing(PADDED_GROUP, PADDED)
+                        for i in tl.static_range(PARTS):
+                            run_top, run_total, run_result = _merge(
+                                run_top, run_total, run_result, *parts[first_part + i]
+                            )
+                        top, total, result = _merge(
+                            top, total, result, run_top, run_total, run_result
                         )
-                    top, total, result = _merge(top, total, result, run_top, run_total, run_result)
         result /= tl.where(total == 0.0, 1.0, total)[:, None]
+        result = scaled(result, value_scale_N, head)
         width = KV_HEADS * GROUP * HEAD
         out_at = out_TD + entry.to(tl.int64) * width + head * GROUP * HEAD
         out_at += row[:, None] * HEAD + column[None, :]
         tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def are_loaded(first, first_span):
+    """True, which no compiler knows: loads stay in front of the branch, all on their way at once.
+
+    Else the assembler puts them between the merges, two or three ahead, and every partial result
+    costs the latency of the L2 cache.
+    """
+    return first + first_span > -(1 << 20)
+
+
+@triton.jit
+def _load_partials(
+    state_at, sum_at, first, num_spans, stride, is_row, HEAD: tl.constexpr, COUNT: tl.constexpr
+):
+    parts = ()
+    for i in tl.static_range(COUNT):
+        loaded = _load_partial(state_at, sum_at, first + i, num_spans, stride, is_row, HEAD)
+        parts = parts + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
 
 
 @triton.jit

@@ -18,7 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
 from paceline.kernels.attention.triton.spans import LOG2_E, pages_at, row_offsets
-from paceline.kernels.attention.triton.work import TILE_ROWS
+from paceline.kernels.attention.triton.work import TILE_ROWS, PagedHeads
+from paceline.kernels.kv_codes.triton import numbers, scaled
 from paceline.kernels.linear.tiles import BUCKETS
 
 # Products of so few rows put their keys and values into the pages alone (linear/triton).
@@ -47,8 +48,7 @@ def prefill_tiles(dtype: torch.dtype, padded_size: int) -> PrefillTiles:
 
 def attend_tiles(
     qkv_TD: Tensor,
-    key_NSH: Tensor,
-    value_NSH: Tensor,
+    pages: PagedHeads,
     batch: AttentionBatch,
     work: AttentionWork,
     scale: float,
@@ -57,16 +57,18 @@ def attend_tiles(
     """Fill the outputs of long rows.
 
     With more than MOST_FUSED_ROWS entries, those of a row hold their keys and values behind the
-    queries, bit for bit what is in the pages.
+    queries, bit for bit what is in the pages unless these are fp8.
     """
-    num_kv_heads, _, head_size = key_NSH.shape
+    num_kv_heads, _, head_size = pages.key_NSH.shape
     padded_size = max(16, triton.next_power_of_2(head_size))
     tiles = prefill_tiles(qkv_TD.dtype, padded_size)
     num_parts = TILE_ROWS // tiles.rows
+    is_fp8 = pages.key_scale_N is not None
+    own_blocks = None if is_fp8 else _own_blocks(qkv_TD, head_size, batch, tiles)
     _prefill_kernel[(num_kv_heads * num_parts, len(work.tile_E8))](
-        *(qkv_TD, _own_blocks(qkv_TD, head_size, batch, tiles), key_NSH, value_NSH, out_TD),
+        *(qkv_TD, own_blocks, *pages, out_TD),
         *(work.tile_E8, work.count_2, batch.table_SP, scale * LOG2_E),
-        *(qkv_TD.stride(0), key_NSH.stride(0), batch.table_SP.stride(0)),
+        *(qkv_TD.stride(0), pages.key_NSH.stride(0), batch.table_SP.stride(0)),
         batch.table_SP.shape[1] * batch.page_size,
         KV_HEADS=num_kv_heads,
         GROUP=batch.group_size,
@@ -98,6 +100,8 @@ def _prefill_kernel(  # noqa: PLR0913
     own_blocks,
     key_NSH,
     value_NSH,
+    key_scale_N,
+    value_scale_N,
     out_TD,
     tile_E8,
     count_2,
@@ -137,6 +141,7 @@ def _prefill_kernel(  # noqa: PLR0913
     query = tl.load(query_at, mask=inside, other=0.0)
     key = key_NSH + head.to(tl.int64) * cache_stride
     value = value_NSH + head.to(tl.int64) * cache_stride
+    scale = scaled(scale, key_scale_N, head)
 
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -174,6 +179,7 @@ def _prefill_kernel(  # noqa: PLR0913
         )
     out_at = out_TD + (entry + row // GROUP)[:, None] * (KV_HEADS * GROUP * HEAD) + offset
     result /= total[:, None]
+    result = scaled(result, value_scale_N, head)
     tl.store(out_at, result.to(out_TD.dtype.element_ty), mask=inside)
 
 
@@ -266,6 +272,7 @@ def _walk(  # noqa: PLR0913
         if WINDOW > 0:
             is_key = is_key & (at > tl.min(position, 0) - WINDOW)
         keys = _load_rows(key + offset, is_key, column < HEAD, IS_MASKED, HEAD, PADDED)
+        keys = numbers(keys, query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if IS_MASKED:
             is_seen = at[None, :] <= position[:, None]
@@ -273,6 +280,7 @@ def _walk(  # noqa: PLR0913
                 is_seen = is_seen & (at[None, :] > position[:, None] - WINDOW)
             score = tl.where(is_seen, score, float("-inf"))
         values = _load_rows(value + offset, is_key, column < HEAD, IS_MASKED, HEAD, PADDED)
+        values = numbers(values, query.dtype)
         top, total, result = _weigh(top, total, result, score, values, scale, WINDOW > 0)
     return top, total, result
 
@@ -288,8 +296,8 @@ def _load_rows(
 ):
     """Past the end there may be NaN, which no weight of 0 takes away."""
     if IS_MASKED:
-        return tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        return tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0)
     elif HEAD != PADDED:
-        return tl.load(pointers, mask=is_column[None, :], other=0.0)
+        return tl.load(pointers, mask=is_column[None, :], other=0)
     else:
         return tl.load(pointers)

@@ -7,9 +7,12 @@ not (`spans`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
 from paceline.kernels.gpu.device import num_multiprocessors
@@ -38,15 +41,24 @@ ENTRIES_AT_ONCE = 128
 BEFORE = tl.constexpr(64)  # see _write_spans; more than SHORT
 
 
+class PagedHeads(NamedTuple):
+    """Pages of one layer, and the scales of fp8 ones."""
+
+    key_NSH: Tensor
+    value_NSH: Tensor
+    key_scale_N: Tensor | None
+    value_scale_N: Tensor | None
+
+
 def span_rows(group_size: int) -> int:
     """Rows of a span's query tile: some four queries, one of a large group, what a dot needs."""
     some, one = triton.next_power_of_2(4 * group_size), triton.next_power_of_2(group_size)
     return max(16, one, min(some, 32))
 
 
-def most_reaches(device: torch.device, num_kv_heads: int) -> int:
+def most_reaches(device: torch.device, num_kv_heads: int, programs_per_sm: int) -> int:
     """Of a row: as many as there are programs at once for each of its heads."""
-    return max(num_multiprocessors(device) * PROGRAMS_PER_SM // num_kv_heads, 1)
+    return max(num_multiprocessors(device) * programs_per_sm // num_kv_heads, 1)
 
 
 def make_work(
@@ -55,13 +67,14 @@ def make_work(
     num_kv_heads: int,
     *,
     block: int = BLOCK,
-    reach: int | None = None,
+    reach: int = REACH,
     rows: int | None = None,
+    programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> AttentionWork:
     """Shapes come from the batch's shapes alone, contents from its lengths.
 
-    `block` is the smallest span, `rows` those of a span's query tile. `reach` is fixed; None: it
-    grows with the row.
+    `block` is the smallest span, `rows` those of a span's query tile, `reach` the shortest reach:
+    of rows that have more of them than `programs_per_sm` lets run at once, reaches are longer.
     """
     num_rows, num_pages = len(batch.slot_B), batch.table_SP.shape[1]
     row_start_B, query_len_B = batch.row_start_B, batch.query_len_B
@@ -74,7 +87,11 @@ def make_work(
     num_blocks = num_short_tiles * triton.cdiv(num_pages * batch.page_size, block)
     num_long = 0 if longest <= SHORT else min(num_rows, num_entries // (SHORT + 1))
     num_tiles = num_entries // tile_queries + num_long if num_long else 1
-    num_partials = min(num_blocks, MOST_PARTIALS)
+    # Blocks and stretches are no more than little work, reaches than run at once (a window may
+    # begin inside one). Latent attention has a program for each, and empty ones cost time.
+    most = most_reaches(batch.slot_B.device, num_kv_heads, programs_per_sm)
+    num_cut = max(LITTLE // num_kv_heads, num_short_tiles * (most + 1))
+    num_partials = min(num_blocks, MOST_PARTIALS, num_cut)
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=row_start_B.device)
@@ -95,8 +112,8 @@ def make_work(
         TILE_QUERIES=tile_queries,
         FINE=block,
         COARSE=STRETCH,
-        WIDE=reach or REACH,
-        MOST_REACHES=0 if reach else most_reaches(batch.slot_B.device, num_kv_heads),
+        WIDE=reach,
+        MOST_REACHES=most,
         MOST_FINE=MOST_BLOCKS,
         MOST_UNCUT=MOST_UNCUT_STRETCHES,
         LITTLE_WORK=LITTLE // num_kv_heads,
@@ -184,8 +201,8 @@ def _work_kernel(  # noqa: PLR0913
     slot = tl.load(slot_B + row).to(tl.int32)
     base = _first_seen(length, query_len, COARSE, WINDOW)
     seen = tl.minimum(length, table_length) - base
-    reach = _reach(seen, COARSE, WIDE, MOST_REACHES)
-    span, how = _cut(seen, base, reach, is_fine, FINE, COARSE, MOST_FINE)
+    reach = _reach(seen, FINE, COARSE, WIDE, MOST_REACHES, WINDOW)
+    span, how = _cut(seen, base, reach, is_fine & (reach == WIDE), FINE, COARSE, MOST_FINE)
     if query_len > LONGEST_SHORT:
         _write_tiles(tile_E8, my_tile, start, query_len, length, slot, TILE_QUERIES)
     else:
@@ -275,9 +292,9 @@ def _place_row(  # noqa: PLR0913
         end = tl.minimum(length, table_length)
         blocks, stretches = tl.cdiv(end - base, FINE), tl.cdiv(end - base, COARSE)
         fine_spans = tl.where(blocks <= MOST_FINE, blocks, stretches)
-        reach = _reach(end - base, COARSE, WIDE, MOST_REACHES)
+        reach = _reach(end - base, FINE, COARSE, WIDE, MOST_REACHES, WINDOW)
         reaches = tl.where(stretches <= MOST_UNCUT, 1, tl.cdiv(end, reach) - base // reach)
-        spans = tl.where(is_fine, fine_spans, reaches)
+        spans = tl.where(is_fine & (reach == WIDE), fine_spans, reaches)
         is_long = query_len > LONGEST_SHORT
         pieces = tl.where(is_long, 0, tl.cdiv(query_len, SPAN_QUERIES))
         tiles = tl.where(is_long, tl.cdiv(query_len, TILE_QUERIES), 0)
@@ -319,12 +336,21 @@ def _first_seen(length, query_len, COARSE: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _reach(seen, COARSE: tl.constexpr, WIDE: tl.constexpr, MOST_REACHES: tl.constexpr):
-    """Whole stretches, and as few reaches as run at once."""
-    if MOST_REACHES == 0:
-        return 0 * seen + WIDE
-    else:
-        return tl.maximum(tl.cdiv(seen, MOST_REACHES * COARSE) * COARSE, WIDE)
+def _reach(
+    seen,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    WIDE: tl.constexpr,
+    MOST_REACHES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """As few reaches as run at once, as equal as blocks allow; the last stretch of a reach may be
+    shorter. A row with a window may begin at any stretch, so its reaches are whole stretches.
+
+    Only rows with the shortest reach are cut into stretches or blocks: merges know no other.
+    """
+    step: tl.constexpr = COARSE if WINDOW > 0 else FINE
+    return tl.maximum(tl.cdiv(seen, MOST_REACHES * step) * step, WIDE)
 
 
 @triton.jit

@@ -4,7 +4,8 @@ Two products by expert over the rows that chose it, then a sum by row; no float 
 the left operand and rows the right one: a row is a column of the matrix unit, whose sums depend on
 nothing but it. Few rows: a tile has room for all of them, and a program finds out by itself which
 experts are in use. Many: rows are laid out in blocks by expert first (`layout`). An
-entry is one choice of one row, which chooses an expert once at most.
+entry is one choice of one row, which chooses an expert once at most. For e4m3 weights a row is
+rounded once, and what its experts made of it once more before the second product.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from torch import Tensor
 
 from paceline.kernels.experts.reference import ExpertWeights
 from paceline.kernels.experts.triton.layout import Blocks, lay_out
+from paceline.kernels.fp8.reference import Fp8Rows
+from paceline.kernels.fp8.triton.parts import (
+    BLOCK,
+    BLOCKS,
+    CHANNELS,
+    add_product,
+    group_scales,
+    scales_of,
+)
+from paceline.kernels.fp8.triton.rows import quantise_rows
 from paceline.kernels.gpu.device import num_multiprocessors
 from paceline.kernels.gpu.triton import dependent, prefetch_to_l2, wait_for_input
 
@@ -36,16 +47,21 @@ class ExpertTile(NamedTuple):
     ahead: int = 0  # inputs of every output that are asked for while the kernel in front still runs
 
 
-def expert_tile(dtype: torch.dtype, num_rows: int, *, is_gated: bool) -> ExpertTile:
+def expert_tile(
+    dtype: torch.dtype, num_rows: int, *, is_gated: bool, is_blocked: bool = False
+) -> ExpertTile:
     """By the number of rows of a step. Both products of many rows have blocks of as many."""
     is_few = num_rows <= FEW_ROWS
     rows = max(16, triton.next_power_of_2(num_rows)) if is_few else 128
     if dtype == torch.float32:  # no tensor cores: small tiles, for tests and tiny models
         return ExpertTile(min(rows, 64), 32, 32, 4, num_stages=2)
+    is_e4m3 = dtype.itemsize == 1
     if is_few:
-        ahead = 0 if is_gated else 256
-        return ExpertTile(rows, 64, 128, 4, num_stages=4 if rows <= 32 else 3, ahead=ahead)
-    return ExpertTile(rows, 128, 64, 8, num_stages=6, per_sm=1, ahead=0 if is_gated else 512)
+        ahead, stages = 0 if is_gated else 256, 4 if rows <= 32 else 3
+        return ExpertTile(rows, 64, 128, 4, stages + 2 * is_e4m3, ahead=ahead)
+    ahead, stages = 0 if is_gated else 512, 4 if is_e4m3 else 6
+    rows = 64 if is_blocked else 128  # scaled products of blocks take registers
+    return ExpertTile(rows, 128, 128 // dtype.itemsize, 8, stages, per_sm=1, ahead=ahead)
 
 
 def apply_experts(
@@ -56,18 +72,25 @@ def apply_experts(
     shared_TD: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    gate_up_EIH, down_EHI = experts
+    gate_up_EIH, down_EHI, gate_up_scale, down_scale = experts
     num_experts, width, inner = down_EHI.shape
-    x_TD = x_TD.to(down_EHI.dtype)
+    x_TD = x_TD.to(down_EHI.dtype if down_scale is None else x_TD.dtype)
     num_rows, num_chosen = chosen_TK.shape
-    gated, plain = (expert_tile(x_TD.dtype, num_rows, is_gated=x) for x in (True, False))
+    is_blocked = scales_of(down_scale, width).value == BLOCKS.value
+    gated, plain = (
+        expert_tile(down_EHI.dtype, num_rows, is_gated=x, is_blocked=is_blocked)
+        for x in (True, False)
+    )
     rows: Tensor | Blocks = chosen_TK
     if num_rows > FEW_ROWS:
         rows = lay_out(chosen_TK, num_experts, gated.rows)
     inner_PI = x_TD.new_empty(chosen_TK.numel(), inner)
     share_PD = x_TD.new_empty((chosen_TK.numel(), width), dtype=torch.float32)
-    multiply_rows(x_TD, rows, num_chosen, None, gate_up_EIH, inner_PI, gated)
-    multiply_rows(inner_PI, rows, num_chosen, weight_TK, down_EHI, share_PD, plain)
+    how = rows, num_chosen
+    x_rows = x_TD if gate_up_scale is None else quantise_rows(x_TD, is_blocked)
+    multiply_rows(x_rows, *how, None, gate_up_EIH, inner_PI, gated, gate_up_scale)
+    inner_rows = inner_PI if down_scale is None else quantise_rows(inner_PI, is_blocked)
+    multiply_rows(inner_rows, *how, weight_TK, down_EHI, share_PD, plain, down_scale)
     out_TD = x_TD.new_empty((num_rows, width), dtype=out_dtype)
     block = min(triton.next_power_of_2(width), 1024)
     _sum_kernel[(num_rows, triton.cdiv(width, block))](
@@ -84,23 +107,29 @@ def apply_experts(
 
 
 def multiply_rows(
-    x_PK: Tensor,
+    x: Tensor | Fp8Rows,
     rows: Tensor | Blocks,
     num_chosen: int,
     weight_TK: Tensor | None,
     matrix_ENK: Tensor,
     out_PN: Tensor,
     tile: ExpertTile,
+    scale: Tensor | None = None,
 ) -> None:
     """`rows` are the choices of few rows, or those of many, laid out. Without weights: gated.
 
-    The second product is launched right behind the first one (see `_begin`).
+    The second product is launched right behind the first one (see `_begin`), or behind a kernel
+    that has waited for it.
     """
+    x_PK, x_scale = (x, None) if isinstance(x, Tensor) else x
     is_gated, num_inputs = weight_TK is None, x_PK.shape[1]
     num_blocks = triton.cdiv(out_PN.shape[1], tile.outputs // (2 if is_gated else 1))
     num_used = min(len(matrix_ENK), rows.numel()) if isinstance(rows, Tensor) else len(rows.expert)
     grid = (min(num_used * num_blocks, tile.per_sm * num_multiprocessors(x_PK.device)),)
-    tensors = (x_PK if is_gated else weight_TK, matrix_ENK, out_PN, x_PK.stride(0))
+    tensors = (x_PK if is_gated else weight_TK, matrix_ENK, out_PN)
+    is_aligned = num_inputs * matrix_ENK.itemsize % 16 == 0
+    scales = scales_of(scale, matrix_ENK.shape[1])
+    assert scales.value != BLOCKS.value or BLOCK.value % tile.inputs == 0
     options = {
         "OUTPUTS": out_PN.shape[1],
         "INPUTS": num_inputs,
@@ -109,21 +138,22 @@ def multiply_rows(
         "ROWS": tile.rows,
         "BLOCK_M": tile.outputs,
         "BLOCK_K": tile.inputs,
-        "AHEAD": tile.ahead if tile.ahead <= num_inputs and num_inputs % 8 == 0 else 0,
+        "AHEAD": tile.ahead if tile.ahead <= num_inputs and is_aligned else 0,
+        "SCALES": scales.value,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **dependent(),
     }
     if isinstance(rows, Tensor):
         _few_kernel[grid](
-            *(x_PK, rows, *tensors, len(rows)),
+            *(x_PK, rows, *tensors, (x_scale, scale), x_PK.stride(0), len(rows)),
             CHOSEN=num_chosen,
             PADDED_CHOSEN=triton.next_power_of_2(num_chosen),
             WORDS=triton.next_power_of_2(triton.cdiv(len(matrix_ENK), 32)),
             **options,
         )
     else:
-        _many_kernel[grid](*(x_PK, *rows, *tensors), **options)
+        _many_kernel[grid](*(x_PK, *rows, *tensors, (x_scale, scale), x_PK.stride(0)), **options)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,6 +163,7 @@ def _few_kernel(  # noqa: PLR0913
     weight_P,
     matrix_ENK,
     out_PN,
+    scales,
     x_stride,
     num_rows,
     CHOSEN: tl.constexpr,
@@ -146,6 +177,7 @@ def _few_kernel(  # noqa: PLR0913
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Programs share the output blocks of the experts that at least one token chose."""
@@ -183,6 +215,7 @@ def _few_kernel(  # noqa: PLR0913
             weight_P,
             matrix_ENK,
             out_PN,
+            scales,
             expert,
             item % blocks,
             x_stride,
@@ -193,6 +226,7 @@ def _few_kernel(  # noqa: PLR0913
             ROWS,
             BLOCK_M,
             BLOCK_K,
+            SCALES,
             "evict_first",  # no other program reads these weights in this step
         )
 
@@ -221,6 +255,7 @@ def _many_kernel(  # noqa: PLR0913
     weight_P,
     matrix_ENK,
     out_PN,
+    scales,
     x_stride,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -230,6 +265,7 @@ def _many_kernel(  # noqa: PLR0913
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     if HAS_GATE:
@@ -259,6 +295,7 @@ def _many_kernel(  # noqa: PLR0913
             weight_P,
             matrix_ENK,
             out_PN,
+            scales,
             tl.load(block_expert + block),
             item % blocks,
             x_stride,
@@ -269,6 +306,7 @@ def _many_kernel(  # noqa: PLR0913
             ROWS,
             BLOCK_M,
             BLOCK_K,
+            SCALES,
             "",
         )
 
@@ -307,6 +345,7 @@ def _multiply(  # noqa: PLR0913
     weight_P,
     matrix_ENK,
     out_PN,
+    scales,
     expert,
     block,
     x_stride,
@@ -317,6 +356,7 @@ def _multiply(  # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
     """Some outputs of the entries' rows: gated, or times the entries' weights.
@@ -326,7 +366,8 @@ def _multiply(  # noqa: PLR0913
     """
     is_row = entry >= 0
     row = tl.maximum(entry, 0).to(tl.int64)
-    x_at = x_PK + row // SHARE * x_stride
+    x_row = row // SHARE
+    x_at = x_PK + x_row * x_stride
     is_even: tl.constexpr = INPUTS % BLOCK_K == 0
     num_outputs: tl.constexpr = BLOCK_M // (HAS_GATE + 1)
     m = tl.arange(0, BLOCK_M)
@@ -348,7 +389,18 @@ def _multiply(  # noqa: PLR0913
             matrix = tl.load(matrix_at[:, None] + at, mask=at < INPUTS, other=0.0)
             x_mask = is_row[:, None] & (at < INPUTS)
             x = tl.load(x_at[:, None] + at, mask=x_mask, other=0.0)
-        total = tl.dot(matrix, tl.trans(x), total, input_precision="ieee")
+        pair = (0.0, 0.0)
+        if SCALES == BLOCKS:
+            height: tl.constexpr = (OUTPUTS * (HAS_GATE + 1) + BLOCK - 1) // BLOCK
+            matrix_block = expert * height + matrix_row // BLOCK
+            pair = (
+                group_scales(scales[1], matrix_block, m >= 0, first, INPUTS),
+                group_scales(scales[0], x_row, is_row, first, INPUTS),
+            )
+        total = add_product(matrix, tl.trans(x), total, pair, SCALES, BLOCK_K)
+    if SCALES == CHANNELS:
+        total *= tl.load(scales[0] + x_row, mask=is_row, other=0.0)[None, :]
+        total *= tl.load(scales[1] + first_row + matrix_row)[:, None]
     if HAS_GATE:
         pairs = tl.reshape(total, (BLOCK_M // 16, 2, 8, ROWS))
         gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from paceline.kernels.fp8.triton.parts import CHANNELS, add_product
 from paceline.kernels.linear.triton.parts import (
     ADDED,
     GATED,
@@ -23,6 +24,7 @@ from paceline.kernels.linear.triton.parts import (
     load_squares,
     pull_to_l2,
     scale_of,
+    scales_at,
     wait,
     weight_row,
     zero_behind_loads,
@@ -120,8 +122,8 @@ def fma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
 
 @triton.jit
 def _eight_rows(ptr, row_8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
-    """32 inputs of 8 rows for each warp: every thread reads 16 bytes. [8, WARPS, 32]"""
-    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
+    """A chunk of 8 rows for each warp: every thread reads 16 bytes. [8, WARPS, BLOCK_K]"""
+    k = begin_S[None, :, None] + chunk * cut.BLOCK_K + tl.arange(0, cut.BLOCK_K)[None, None, :]
     at = ptr + row_8[:, None, None] * cut.K + k
     if IS_EVEN:
         rows = tl.load(at, eviction_policy="evict_first")
@@ -135,17 +137,18 @@ def _left(low, high, cut):
     """Sixteen weight rows as a left operand whose every number is where its thread loaded it.
 
     The order of inputs does not matter to a product as long as both operands agree: thread c of
-    four holds inputs 8 c ... 8 c + 7, and the matrix unit wants 4 c ... of each half.
+    four holds inputs 8 c ... 8 c + 7, and the matrix unit wants 4 c ... of each half. Of e4m3 all
+    are twice as many.
     """
-    pair = tl.reshape(tl.join(low, high), (8, cut.WARPS, 4, 2, 4, 2))
-    return tl.reshape(tl.permute(pair, (1, 5, 0, 3, 2, 4)), (cut.WARPS, 16, 32))
+    pair = tl.reshape(tl.join(low, high), (8, cut.WARPS, 4, 2, cut.BLOCK_K // 8, 2))
+    return tl.reshape(tl.permute(pair, (1, 5, 0, 3, 2, 4)), (cut.WARPS, 16, cut.BLOCK_K))
 
 
 @triton.jit
 def _right(rows, cut):
     """Eight rows of x as a right operand in the order of `_left`."""
-    x = tl.permute(tl.reshape(rows, (8, cut.WARPS, 4, 2, 4)), (1, 3, 2, 4, 0))
-    return tl.reshape(x, (cut.WARPS, 32, 8))
+    x = tl.reshape(rows, (8, cut.WARPS, 4, 2, cut.BLOCK_K // 8))
+    return tl.reshape(tl.permute(x, (1, 3, 2, 4, 0)), (cut.WARPS, cut.BLOCK_K, 8))
 
 
 @triton.jit
@@ -161,7 +164,7 @@ def _load_left(w_ptr, row_N8, begin_S, chunk, cut, IS_EVEN: tl.constexpr):
 @triton.jit
 def _load_right(x_ptr, first_row, begin_S, chunk, T, cut, IS_EVEN: tl.constexpr):
     """The same chunk of x: BLOCK_T / 8 tiles of eight rows."""
-    k = begin_S[None, :, None] + chunk * 32 + tl.arange(0, 32)[None, None, :]
+    k = begin_S[None, :, None] + chunk * cut.BLOCK_K + tl.arange(0, cut.BLOCK_K)[None, None, :]
     tiles = ()
     for j in tl.static_range(cut.BLOCK_T // 8):
         row = first_row + j * 8 + tl.arange(0, 8)[:, None, None]
@@ -215,20 +218,31 @@ def _all_beside(tiles, COUNT: tl.constexpr, IS_N: tl.constexpr):
     return out
 
 
+@triton.jit
+def _added_up(sums, cut):
+    """The tiles of all warps as [T, N]."""
+    groups: tl.constexpr = cut.BLOCK_T // 8
+    blocks = ()
+    for i in tl.static_range(cut.BLOCK_N // 16):
+        block = _all_beside(sums[i * groups : (i + 1) * groups], groups, False)
+        blocks = blocks + (block,)  # noqa: RUF005
+    return tl.permute(tl.sum(_all_beside(blocks, cut.BLOCK_N // 16, True), axis=0), (1, 0))
+
+
 @triton.jit(do_not_specialize=["T"])
 def mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     """A program owns BLOCK_T rows of BLOCK_N outputs; its warps (and SPLITS) share the inputs."""
     num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
-    shares: tl.constexpr = cut.WARPS * cut.SPLITS
-    chunks: tl.constexpr = (cut.K + shares * 32 - 1) // (shares * 32)
-    is_even: tl.constexpr = chunks * shares * 32 == cut.K
+    step: tl.constexpr = cut.WARPS * cut.SPLITS * cut.BLOCK_K
+    chunks: tl.constexpr = (cut.K + step - 1) // step
+    is_even: tl.constexpr = chunks * step == cut.K
     groups: tl.constexpr = cut.BLOCK_T // 8
     # Blocks of rows side by side: the second one finds the weights in the cache.
     pid_t = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)
     begin(cut)
-    begin_S = (split * cut.WARPS + tl.arange(0, cut.WARPS)) * (chunks * 32)
+    begin_S = (split * cut.WARPS + tl.arange(0, cut.WARPS)) * (chunks * cut.BLOCK_K)
     row_N8 = ()
     for i in tl.static_range(cut.BLOCK_N // 8):
         row_N8 = row_N8 + (_rows_at(pid_n, i, cut),)  # noqa: RUF005
@@ -238,7 +252,7 @@ def mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
         tiles = _load_left(w_ptr, row_N8, begin_S, zero + i, cut, is_even)
         ring_w = ring_w + (tiles,)  # noqa: RUF005
     if cut.AHEAD > 0:
-        pull_to_l2(w_ptr, weight_row(pid_n, cut), split * (cut.WARPS * chunks * 32), cut)
+        pull_to_l2(w_ptr, weight_row(pid_n, cut), split * (cut.WARPS * chunks * cut.BLOCK_K), cut)
     constants = load_constants(ends, pid_n, cut)
     wait(cut)
     ring_x = ()
@@ -252,7 +266,10 @@ def mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     for _ in tl.static_range(cut.BLOCK_N // 16 * groups):
         sums = sums + (no_sum,)  # noqa: RUF005
     rounds: tl.constexpr = chunks // cut.DEPTH
-    for at in tl.range(0, (rounds - 1) * cut.DEPTH, cut.DEPTH, num_stages=1):
+    # A loop would carry e4m3 numbers byte by byte.
+    unroll: tl.constexpr = max(rounds - 1, 1) if cut.SCALES > 0 else 1
+    last: tl.constexpr = (rounds - 1) * cut.DEPTH
+    for at in tl.range(0, last, cut.DEPTH, num_stages=1, loop_unroll_factor=unroll):
         for i in tl.static_range(cut.DEPTH):
             sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
             chunk = at + i + cut.DEPTH
@@ -270,11 +287,7 @@ def mma_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
             ring_x = ring_x[:i] + (tiles,) + ring_x[i + 1 :]  # noqa: RUF005
     for i in tl.static_range(chunks - rounds * cut.DEPTH):
         sums = _add_chunk(sums, ring_w[i], ring_x[i], cut)
-    blocks = ()
-    for i in tl.static_range(cut.BLOCK_N // 16):
-        block = _all_beside(sums[i * groups : (i + 1) * groups], groups, False)
-        blocks = blocks + (block,)  # noqa: RUF005
-    sum_TN = tl.permute(tl.sum(_all_beside(blocks, cut.BLOCK_N // 16, True), axis=0), (1, 0))
+    sum_TN = _added_up(sums, cut)
     early = (constants, early[0], early[1])
     tile = pid_t * num_blocks + pid_n
     deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
@@ -316,13 +329,14 @@ def dot_kernel(x_ptr, w_ptr, out_ptr, ends, T, eps, cut):
     sum_TN = tl.zeros((cut.BLOCK_T, cut.BLOCK_N), tl.float32)
     for inside in tl.range(0, share, cut.BLOCK_K, num_stages=cut.DEPTH):
         k = start + inside + tl.arange(0, cut.BLOCK_K)[None, :]
+        scales = scales_at(ends, row_T, row_N, start + inside, T, cut)
         w = _load_weight(w_ptr, row_N, start + inside, cut, is_even)
         # Rows past T are not read: a thousand programs that read the same row wait for each other.
         mask = (row_T < T)[:, None]
         if not is_even:
             mask = mask & (k < cut.K)
         x = tl.load(x_row + k, mask=mask, other=0.0)
-        sum_TN = tl.dot(x, tl.trans(w), sum_TN, input_precision="ieee")
+        sum_TN = add_product(x, tl.trans(w), sum_TN, scales, cut.SCALES, cut.BLOCK_K)
     early = (constants, early[0], early[1])
     tile = pid_t * num_blocks + pid_n
     deliver(sum_TN, early, ends, out_ptr, row_T, pid_n, split, tile, T, eps, cut)
@@ -345,8 +359,7 @@ def _in_order(total, total_up, HAS_FEW_ROWS: tl.constexpr, cut):
 def tma_kernel(x_tiles, w_tiles, w_ptr, out_ptr, ends, T, eps, cut):
     """As `dot_kernel`, through tiles of x and of W as [1 or 2, N, K]: gate rows before up rows."""
     num_blocks: tl.constexpr = (cut.N + cut.BLOCK_N - 1) // cut.BLOCK_N
-    step: tl.constexpr = cut.SPLITS * cut.BLOCK_K
-    chunks: tl.constexpr = (cut.K + step - 1) // step
+    chunks: tl.constexpr = -(-cut.K // (cut.SPLITS * cut.BLOCK_K))
     last_turn: tl.constexpr = chunks - (cut.AHEAD + cut.BLOCK_K - 1) // cut.BLOCK_K
     # Blocks of rows side by side: the second one finds the weights in the cache.
     pid_t = tl.program_id(0)
@@ -369,26 +382,28 @@ def tma_kernel(x_tiles, w_tiles, w_ptr, out_ptr, ends, T, eps, cut):
     if cut.SPLITS == 1 and has_room:
         squares = load_squares(ends, row_T, T, cut)
     # Matrix units take 64 of one operand at least: few rows of x are their columns. As such they
-    # take no tile of two parts from shared memory, so gate and up are two products.
-    has_few_rows: tl.constexpr = cut.BLOCK_T < 64
+    # take no tile of two parts from shared memory, so gate and up are two products. More rows of
+    # e4m3 are columns too, if one group of warps has a tile: then their number changes no bits.
+    has_few_rows: tl.constexpr = cut.BLOCK_T < 64 or (cut.SCALES > 0 and cut.WARPS == 4)
     height: tl.constexpr = cut.BLOCK_N // 2 if has_few_rows and cut.END == GATED else cut.BLOCK_N
-    if has_few_rows:
-        total = tl.zeros((height, cut.BLOCK_T), tl.float32)
-    else:
-        total = tl.zeros((cut.BLOCK_T, height), tl.float32)
+    shape: tl.constexpr = (height, cut.BLOCK_T) if has_few_rows else (cut.BLOCK_T, height)
+    total = tl.zeros(shape, tl.float32)
     total_up = total
+    row_N = first_row + tl.arange(0, height)
     for i in tl.range(0, chunks, num_stages=cut.DEPTH):
         chunk = i + turn
         k = (start + tl.where(chunk < chunks, chunk, chunk - chunks)) * cut.BLOCK_K
         x_TK = x_tiles.load([pid_t * cut.BLOCK_T, k])
         w_NK = tl.reshape(w_tiles.load([0, first_row, k]), (height, cut.BLOCK_K))
+        scales = scales_at(ends, row_T, row_N, k, T, cut)
         if has_few_rows:
-            total = tl.dot(w_NK, tl.trans(x_TK), total, input_precision="ieee")
+            x_KT, scales = tl.trans(x_TK), (scales[1], scales[0])
+            total = add_product(w_NK, x_KT, total, scales, cut.SCALES, cut.BLOCK_K)
             if cut.END == GATED:
                 up_NK = tl.reshape(w_tiles.load([1, first_row, k]), (height, cut.BLOCK_K))
-                total_up = tl.dot(up_NK, tl.trans(x_TK), total_up, input_precision="ieee")
+                total_up = add_product(up_NK, x_KT, total_up, scales, cut.SCALES, cut.BLOCK_K)
         else:
-            total = tl.dot(x_TK, tl.trans(w_NK), total, input_precision="ieee")
+            total = add_product(x_TK, tl.trans(w_NK), total, scales, cut.SCALES, cut.BLOCK_K)
     sum_TN = _in_order(total, total_up, has_few_rows, cut)
     if cut.IS_APART:
         n = pid_n * cut.BLOCK_N + tl.arange(0, cut.BLOCK_N)[None, :]
@@ -419,6 +434,9 @@ def sum_kernel(out_ptr, ends, T, cut, BLOCK: tl.constexpr):
     is_in = n < cut.N
     bias = 0.0
     norm = 0.0
+    scale = 0.0
+    if cut.SCALES == CHANNELS:
+        scale = tl.load(ends.weight_scale + n, mask=is_in, other=0.0)
     if cut.HAS_BIAS:
         bias = tl.load(ends.bias + n, mask=is_in, other=0.0).to(tl.float32)
     if cut.HAS_NORM:
@@ -428,6 +446,8 @@ def sum_kernel(out_ptr, ends, T, cut, BLOCK: tl.constexpr):
     total = tl.load(ends.partial + at, mask=is_in, other=0.0)
     for i in tl.static_range(1, cut.SPLITS):
         total += tl.load(ends.partial + i * (T.to(tl.int64) * cut.N) + at, mask=is_in, other=0.0)
+    if cut.SCALES == CHANNELS:
+        total = total * tl.load(ends.row_scale + row) * scale
     total += bias
     if cut.END == ADDED:
         total += tl.load(ends.residual + at, mask=is_in, other=0.0)

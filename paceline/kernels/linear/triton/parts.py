@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from paceline.kernels.fp8.triton.parts import BLOCK, BLOCKS, CHANNELS, group_scales
 from paceline.kernels.gpu.triton import prefetch_to_l2
+from paceline.kernels.kv_codes.triton import encoded
 
 PLAIN = tl.constexpr(0)
 GATED = tl.constexpr(1)
@@ -78,14 +80,18 @@ def pull_to_l2(w_ptr, row_N, start, cut):
 
 @triton.jit
 def load_constants(ends, pid_n, cut):
-    """Bias and next norm's weight: no kernel writes them, so they may be read before the wait."""
+    """What no kernel writes, so that it may be read before the wait: bias, the next norm's weight,
+    and the scales of e4m3 weights."""
     bias = 0.0
     norm = 0.0
+    scale = 0.0
     if cut.HAS_BIAS:
         bias = tl.load(ends.bias + weight_row(pid_n, cut))[None, :].to(tl.float32)
     if cut.HAS_NORM:
         norm = tl.load(ends.norm + weight_row(pid_n, cut))[None, :].to(tl.float32)
-    return bias, norm
+    if cut.SCALES == CHANNELS:
+        scale = tl.load(ends.weight_scale + weight_row(pid_n, cut))[None, :]
+    return bias, norm, scale
 
 
 @triton.jit
@@ -119,7 +125,22 @@ def load_operands(ends, row_R, pid_n, T, cut):
         imaginary = tl.load(at + 1, mask=is_row, other=0.0)
         slot = tl.load(ends.slot + row_R, mask=row_R < T, other=-1).to(tl.int64)
         operands = (real, imaginary, slot)
+    if cut.SCALES == CHANNELS:
+        row_scale = tl.load(ends.row_scale + row_R, mask=row_R < T, other=0.0)
+        operands = operands + (row_scale[:, None],)  # noqa: RUF005
     return operands
+
+
+@triton.jit
+def scales_at(ends, row_T, row_N, k, T, cut):
+    """Scales by block of the inputs from `k` on: those of rows, and those of outputs."""
+    scales = (0.0, 0.0)
+    if cut.SCALES == BLOCKS:
+        scales = (
+            group_scales(ends.row_scale, row_T, row_T < T, k, cut.K),
+            group_scales(ends.weight_scale, row_N // BLOCK, row_N < cut.N, k, cut.K),
+        )
+    return scales
 
 
 @triton.jit
@@ -140,6 +161,8 @@ def scales_of(squares, eps, cut):
 @triton.jit
 def finish(sum_RN, scale_R, constants, operands, ends, out_ptr, row_R, pid_n, T, cut):  # noqa: PLR0913
     """From sums to what leaves the kernel."""
+    if cut.SCALES == CHANNELS:
+        sum_RN = sum_RN * operands[-1] * constants[2]
     if cut.NUM_SQUARES > 0:
         sum_RN = sum_RN * scale_R[:, None]
     if cut.HAS_BIAS:
@@ -189,9 +212,14 @@ def _store_heads(sum_RN, operands, ends, out_ptr, row_R, pid_n, T, cut):
     behind_q = n - cut.NUM_Q
     head = (behind_q % cut.NUM_KV // cut.HEAD).to(tl.int64)
     at = head * ends.head_stride + slot * cut.HEAD + n % cut.HEAD
-    is_kept = is_row & (slot >= 0) & (behind_q >= 0)
-    tl.store(ends.key + at, y, mask=is_kept & (behind_q < cut.NUM_KV))
-    tl.store(ends.value + at, y, mask=is_kept & (behind_q >= cut.NUM_KV) & (n < cut.N))
+    is_key = (behind_q >= 0) & (behind_q < cut.NUM_KV)
+    is_value = (behind_q >= cut.NUM_KV) & (n < cut.N)
+    is_kept = is_row & (slot >= 0)
+    if ends.key_scale is not None:
+        scale = tl.load(ends.key_scale + head, mask=is_key, other=1.0)
+        y = encoded(y, tl.load(ends.value_scale + head, mask=is_value, other=scale))
+    tl.store(ends.key + at, y, mask=is_kept & is_key)
+    tl.store(ends.value + at, y, mask=is_kept & is_value)
 
 
 @triton.jit

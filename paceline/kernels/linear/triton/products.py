@@ -20,6 +20,7 @@ from torch.nn.functional import linear as torch_linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.elementwise.triton import silu_and_mul
+from paceline.kernels.fp8.triton.parts import BLOCKS, scales_of
 from paceline.kernels.gpu.triton import has_dependent_launches
 from paceline.kernels.linear import hopper
 from paceline.kernels.linear.reference import SHRINK, HeadPlaces, NormedRows, Product
@@ -53,9 +54,14 @@ class Ends(NamedTuple):
     slot: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
     head_stride: int = 0
     partial: Tensor | None = None
     ticket: Tensor | None = None
+    # e4m3: see fp8/reference.
+    row_scale: Tensor | None = None
+    weight_scale: Tensor | None = None
 
 
 class Cut(NamedTuple):
@@ -81,6 +87,7 @@ class Cut(NamedTuple):
     HEAD: Any
     NUM_Q: Any
     NUM_KV: Any
+    SCALES: Any
     IS_DEPENDENT: Any
     IS_GPU: Any
 
@@ -102,19 +109,19 @@ def linear(
     x_TK: Tensor, product: Product, out_dtype: torch.dtype | None = None, tile: Tile | None = None
 ) -> Tensor:
     out_TN = x_TK.new_empty(len(x_TK), len(product.weight_NK), dtype=out_dtype or x_TK.dtype)
-    _multiply(NormedRows(x_TK, None, 0.0), product, out_TN, Ends(), PLAIN, tile)
+    multiply(NormedRows(x_TK, None, 0.0), product, out_TN, Ends(), PLAIN, tile)
     return out_TN
 
 
 def norm_linear(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
     out_TN = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK))
-    _multiply(rows, product, out_TN, Ends(), PLAIN, tile)
+    multiply(rows, product, out_TN, Ends(), PLAIN, tile)
     return out_TN
 
 
 def norm_linear_silu(rows: NormedRows, product: Product, tile: Tile | None = None) -> Tensor:
     out_TI = rows.x_TD.new_empty(len(rows.x_TD), len(product.weight_NK) // 2)
-    _multiply(rows, product, out_TI, Ends(), GATED, tile)
+    multiply(rows, product, out_TI, Ends(), GATED, tile)
     return out_TI
 
 
@@ -133,10 +140,12 @@ def norm_linear_heads(
         slot=places.slot_T,
         key=places.key_NSH,
         value=places.value_NSH,
+        key_scale=places.scales.key_N if places.scales else None,
+        value_scale=places.scales.value_N if places.scales else None,
         head_stride=places.key_NSH.stride(0),
     )
     num_kv_heads, _, head_size = places.key_NSH.shape
-    _multiply(rows, product, out_TN, ends, HEADS, tile, (num_kv_heads, head_size))
+    multiply(rows, product, out_TN, ends, HEADS, tile, (num_kv_heads, head_size))
     return out_TN
 
 
@@ -157,11 +166,11 @@ def linear_add(
         width = SUMMED if _is_apart(tile, ends, ADDED) else tile.block_n
         squares_TP = residual_TD.new_empty(num_rows, triton.cdiv(num_outputs, width))
     ends = ends._replace(squares_out=squares_TP)
-    _multiply(NormedRows(x_TK, None, 0.0), product, out_TD, ends, ADDED, tile)
+    multiply(NormedRows(x_TK, None, 0.0), product, out_TD, ends, ADDED, tile)
     return None if out_TD is None else NormedRows(out_TD, squares_TP, eps)
 
 
-def _multiply(
+def multiply(
     rows: NormedRows,
     product: Product,
     out: Tensor | None,
@@ -177,6 +186,10 @@ def _multiply(
     tile = tile or _tile(x, product, end)
     ends = ends._replace(bias=product.bias_N, squares=rows.squares_TP)
     cut = _cut(product, tile, ends, end, heads)
+    if cut.SCALES.value == BLOCKS.value:
+        assert tile.kind in ("dot", "tma")
+        assert end.value != GATED.value
+        assert 128 % tile.block_k == 0
     blocks_n, blocks_t = triton.cdiv(num_outputs, tile.block_n), triton.cdiv(num_rows, tile.block_t)
     launch = _launch(tile.warps, tile.is_dependent)
     if tile.kind == "fma":
@@ -219,7 +232,7 @@ def _cut(
     if tile.kind == "fma":
         depth = min(depth, triton.cdiv(num_inputs, tile.block_k))
     elif tile.kind == "mma":
-        depth = min(depth, triton.cdiv(num_inputs, tile.warps * tile.splits * 32))
+        depth = min(depth, triton.cdiv(num_inputs, tile.warps * tile.splits * tile.block_k))
     ahead, parts = _ahead(tile, num_inputs, product.weight_NK.itemsize)
     values = {
         "N": num_outputs,
@@ -242,6 +255,7 @@ def _cut(
         "HEAD": head_size,
         "NUM_Q": num_outputs - 2 * num_kv_heads * head_size,
         "NUM_KV": num_kv_heads * head_size,
+        "SCALES": scales_of(ends.weight_scale, num_outputs).value,
         "IS_DEPENDENT": tile.is_dependent and has_dependent_launches(),
         "IS_GPU": not _INTERPRETED,
     }
@@ -270,7 +284,7 @@ def _is_apart(tile: Tile, ends: Ends, end: tl.constexpr) -> bool:
 
 def _ahead(tile: Tile, num_inputs: int, itemsize: int) -> tuple[int, int]:
     """How far weights are pulled ahead, and in how many pieces a row: multiples of 16 bytes."""
-    step = tile.splits * (32 * tile.warps if tile.kind == "mma" else tile.block_k)
+    step = tile.splits * tile.block_k * (tile.warps if tile.kind == "mma" else 1)
     is_even = num_inputs % step == 0
     ahead = (
         min(tile.ahead, num_inputs // tile.splits) if is_even and has_dependent_launches() else 0

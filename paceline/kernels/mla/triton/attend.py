@@ -18,6 +18,8 @@ from paceline.kernels.attention.reference import AttentionBatch, AttentionWork
 from paceline.kernels.attention.triton.spans import LOG2_E
 from paceline.kernels.attention.triton.work import MOST_BLOCKS, SHORT, STRETCH, TILE_ROWS, make_work
 from paceline.kernels.gpu.triton import dependent, wait_for_input
+from paceline.kernels.kv_codes.reference import KvScales
+from paceline.kernels.kv_codes.triton import encoded
 from paceline.kernels.mla.reference import LatentNorm
 from paceline.kernels.mla.triton.kernels import (
     LatentTiles,
@@ -37,12 +39,14 @@ def place_latent(
     out_TNH: Tensor,
     page_NSH: Tensor,
     slot_T: Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     num_heads, row_size = out_TNH.shape[1:]
     latent_size = len(norm.weight_L)
     rotation = torch.view_as_real(rotation_TR)
     _place_kernel[(len(kv_TH), 2)](
-        *(query_TNH, kv_TH, rotation, norm.weight_L, out_TNH, page_NSH, slot_T),
+        *(query_TNH, kv_TH, rotation, norm.weight_L, out_TNH, page_NSH),
+        *(scales.key_N if scales else None, slot_T),
         *(query_TNH.stride(0), kv_TH.stride(0), rotation.stride(0), norm.eps),
         HEADS=num_heads,
         QUERY=query_TNH.shape[2],
@@ -64,6 +68,7 @@ def _place_kernel(  # noqa: PLR0913
     norm_L,
     out_TNH,
     page_SH,
+    page_scale_1,
     slot_T,
     query_stride,
     kv_stride,
@@ -97,6 +102,9 @@ def _place_kernel(  # noqa: PLR0913
         key = tl.reshape(_turned(tl.reshape(key, (1, PADDED_ROPE)), turn), (PADDED_ROPE,))
         # -1 is no slot, and slots times row size may pass 2^31.
         page = page_SH + slot * (LATENT + ROPE)
+        if page_scale_1 is not None:
+            scale = tl.load(page_scale_1)
+            latent, key = encoded(latent, scale), encoded(key, scale)
         kind = page_SH.dtype.element_ty
         tl.store(page + latent_at, latent.to(kind), mask=in_latent & (slot >= 0))
         tl.store(page + LATENT + column, key.to(kind), mask=in_rope & (slot >= 0))
@@ -127,11 +135,17 @@ def _make_work(
     # To the lists a part of the heads is a KV head with a group.
     parts = replace(batch, group_size=tiles.group)
     sizes = {"block": tiles.block, "reach": STRETCH, "rows": tiles.rows}
+    sizes["programs_per_sm"] = tiles.programs_per_sm
     return make_work(parts, num_entries, num_heads // tiles.group, **sizes)
 
 
 def mla_attention(
-    query_TNH: Tensor, page_NSH: Tensor, batch: AttentionBatch, scale: float, latent_size: int
+    query_TNH: Tensor,
+    page_NSH: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    latent_size: int,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """Entries that no row owns get zeros. The scale is positive."""
     num_entries, num_heads, _ = query_TNH.shape
@@ -140,15 +154,16 @@ def mla_attention(
         # A batch is made anew for every pass, so its other layers find these lists.
         batch.work = _make_work(batch, num_entries, num_heads, query_TNH.dtype)
     out_TNL = query_TNH.new_empty(num_entries, num_heads, latent_size)
-    _attend_spans(query_TNH, page_NSH, batch, scale, out_TNL)
+    pages = (page_NSH, scales.key_N if scales else None)
+    _attend_spans(query_TNH, pages, batch, scale, out_TNL)
     if (batch.max_query_len or num_entries) > SHORT:
-        _attend_tiles(query_TNH, page_NSH, batch, scale, out_TNL)
+        _attend_tiles(query_TNH, pages, batch, scale, out_TNL)
     return out_TNL
 
 
 def _attend_spans(
     query_TNH: Tensor,
-    page_NSH: Tensor,
+    pages: tuple[Tensor, Tensor | None],
     batch: AttentionBatch,
     scale: float,
     out_TNL: Tensor,
@@ -166,24 +181,23 @@ def _attend_spans(
     states_EPR2 = torch.empty((*shape, 2), dtype=torch.float32, device=device)
     sizes = _sizes(query_TNH, batch, tiles, latent_size)
     latent_span_kernel[(len(work.span_E8) * parts,)](
-        *(query_TNH, page_NSH, out_TNL, sums_EPRL, states_EPR2),
+        *(query_TNH, *pages, out_TNL, sums_EPRL, states_EPR2),
         *(work.span_E8, work.count_2, batch.table_SP, scale * LOG2_E),
         *(batch.table_SP.stride(0), partial_rows),
         **sizes,
-        STRETCH_SIZE=STRETCH,
         **dependent(),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     piece = min(128, latent_size & -latent_size)
     latent_merge_kernel[(num_entries, parts, latent_size // piece)](
-        *(out_TNL, sums_EPRL, states_EPR2, work.merge_T4, partial_rows),
+        *(out_TNL, sums_EPRL, states_EPR2, work.merge_T4, pages[1], partial_rows),
         PARTS=parts,
         GROUP=tiles.group,
         LATENT=latent_size,
         PADDED_GROUP=triton.next_power_of_2(tiles.group),
         PIECE=piece,
-        BLOCKS=STRETCH // tiles.block,
+        BLOCKS=min(STRETCH // tiles.block, MOST_BLOCKS),
         FINE_SPANS=MOST_BLOCKS,
         **dependent(),
         num_warps=4,
@@ -192,7 +206,7 @@ def _attend_spans(
 
 def _attend_tiles(
     query_TNH: Tensor,
-    page_NSH: Tensor,
+    pages: tuple[Tensor, Tensor | None],
     batch: AttentionBatch,
     scale: float,
     out_TNL: Tensor,
@@ -204,7 +218,7 @@ def _attend_tiles(
     parts = out_TNL.shape[1] // tiles.group
     num_tiles = triton.cdiv(TILE_ROWS, tiles.rows)
     latent_tile_kernel[(parts * num_tiles, len(work.tile_E8))](
-        *(query_TNH, page_NSH, out_TNL, work.tile_E8, work.count_2, batch.table_SP),
+        *(query_TNH, *pages, out_TNL, work.tile_E8, work.count_2, batch.table_SP),
         *(scale * LOG2_E, batch.table_SP.stride(0)),
         batch.table_SP.shape[1] * batch.page_size,
         **_sizes(query_TNH, batch, tiles, out_TNL.shape[2]),

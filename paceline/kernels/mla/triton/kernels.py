@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.attention.triton.spans import pages_at, row_offsets
+from paceline.kernels.attention.triton.spans import are_loaded, pages_at, row_offsets
 from paceline.kernels.gpu.triton import wait_for_input
+from paceline.kernels.kv_codes.triton import numbers, scaled
 
 
 class LatentTiles(NamedTuple):
@@ -23,6 +24,7 @@ class LatentTiles(NamedTuple):
     block: int  # KV positions at once
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 1
 
 
 def span_tiles(dtype: torch.dtype, num_heads: int) -> LatentTiles:
@@ -116,11 +118,12 @@ def _walk(  # noqa: PLR0913
         # What lies past the end may be NaN, which no weight of 0 takes away.
         is_there = (at < end)[:, None]
         latent = tl.load(
-            row_at + latent_at[None, :], mask=is_there & (latent_at < LATENT)[None, :], other=0.0
+            row_at + latent_at[None, :], mask=is_there & (latent_at < LATENT)[None, :], other=0
         )
         rope = tl.load(
-            row_at + LATENT + rope_at[None, :], mask=is_there & (rope_at < ROPE)[None, :], other=0.0
+            row_at + LATENT + rope_at[None, :], mask=is_there & (rope_at < ROPE)[None, :], other=0
         )
+        latent, rope = numbers(latent, rope_query.dtype), numbers(rope, rope_query.dtype)
         score = tl.dot(latent_query, tl.trans(latent), input_precision="ieee")
         score = tl.dot(rope_query, tl.trans(rope), score, input_precision="ieee")
         is_seen = (at[None, :] <= position[:, None]) & (at < end)[None, :]
@@ -162,6 +165,7 @@ def _walk_span(  # noqa: PLR0913
     position,
     begin,
     end,
+    reach,
     scale,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -170,28 +174,29 @@ def _walk_span(  # noqa: PLR0913
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
-    STRETCH_SIZE: tl.constexpr,
 ):
     """Like `_walk`, the other way round: scores [SIZE, ROWS], weighted latents [LATENT, ROWS].
 
     Tensor cores want many rows and take few columns: few queries are columns here. Blocks are
-    merged within stretches, and stretches with each other, so that spans may be either.
+    merged within reaches, and reaches with each other, so that spans may be either.
     """
     latent_at, rope_at = tl.arange(0, PADDED_LATENT), tl.arange(0, PADDED_ROPE)
     top, total, result = _nothing_across(ROWS, PADDED_LATENT)
     run_top, run_total, run_result = _nothing_across(ROWS, PADDED_LATENT)
     page = pages_at(table, begin + tl.arange(0, SIZE), end, PAGE)
+    into_reach = begin % reach
     for passed in range(0, end - begin, SIZE):
         at = begin + passed + tl.arange(0, SIZE)
         row_at = page_SH + row_offsets(page, at, PAGE, LATENT + ROPE)[:, None]
         page = pages_at(table, at + SIZE, end, PAGE)
         is_there = (at < end)[:, None]
         latent = tl.load(
-            row_at + latent_at[None, :], mask=is_there & (latent_at < LATENT)[None, :], other=0.0
+            row_at + latent_at[None, :], mask=is_there & (latent_at < LATENT)[None, :], other=0
         )
         rope = tl.load(
-            row_at + LATENT + rope_at[None, :], mask=is_there & (rope_at < ROPE)[None, :], other=0.0
+            row_at + LATENT + rope_at[None, :], mask=is_there & (rope_at < ROPE)[None, :], other=0
         )
+        latent, rope = numbers(latent, rope_query.dtype), numbers(rope, rope_query.dtype)
         score = tl.dot(latent, tl.trans(latent_query), input_precision="ieee")
         score = tl.dot(rope, tl.trans(rope_query), score, input_precision="ieee")
         is_seen = (at[:, None] <= position[None, :]) & is_there
@@ -202,11 +207,13 @@ def _walk_span(  # noqa: PLR0913
         run_top, run_total, run_result = _merge_across(
             *(run_top, run_total, run_result), *(block_top, tl.sum(weight, 0), block_result)
         )
-        if (passed + SIZE) % STRETCH_SIZE == 0:  # spans begin where stretches do, or are shorter
+        into_reach += SIZE
+        if into_reach == reach:  # spans begin where reaches do, or are shorter
             top, total, result = _merge_across(
                 *(top, total, result), *(run_top, run_total, run_result)
             )
             run_top, run_total, run_result = _nothing_across(ROWS, PADDED_LATENT)
+            into_reach -= reach
     return _merge_across(top, total, result, run_top, run_total, run_result)
 
 
@@ -214,6 +221,7 @@ def _walk_span(  # noqa: PLR0913
 def latent_span_kernel(  # noqa: PLR0913
     query_TNH,
     page_SH,
+    page_scale_1,
     out_TNL,
     sums_EPRL,
     states_EPR2,
@@ -232,10 +240,9 @@ def latent_span_kernel(  # noqa: PLR0913
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
-    STRETCH_SIZE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """A part of the heads over one span: a block of KV, a stretch, or all that a row has."""
+    """A part of the heads over one span: a block of KV, a reach, or all that a row has."""
     wait_for_input(IS_DEPENDENT)
     item, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if item >= tl.load(count_2):
@@ -245,16 +252,17 @@ def latent_span_kernel(  # noqa: PLR0913
     num_rows = tl.load(span_at + 1) * GROUP
     begin, end = tl.load(span_at + 3), tl.load(span_at + 4)
     table = table_SP + tl.load(span_at + 5).to(tl.int64) * table_stride
-    partial = tl.load(span_at + 6)
+    partial, reach = tl.load(span_at + 6), tl.load(span_at + 7)
     row = tl.arange(0, ROWS)
     position = tl.load(span_at + 2) + row // GROUP
     latent_query, rope_query = _load_queries(
         *(query_TNH, entry, row, part * GROUP, num_rows),
         *(GROUP, PARTS * GROUP, LATENT, ROPE, PADDED_LATENT, PADDED_ROPE),
     )
+    scale = scaled(scale, page_scale_1, 0)
     top, total, result = _walk_span(
-        *(latent_query, rope_query, page_SH, table, position, begin, end, scale),
-        *(LATENT, ROPE, PADDED_LATENT, PADDED_ROPE, PAGE, ROWS, SIZE, STRETCH_SIZE),
+        *(latent_query, rope_query, page_SH, table, position, begin, end, reach, scale),
+        *(LATENT, ROPE, PADDED_LATENT, PADDED_ROPE, PAGE, ROWS, SIZE),
     )
     column = tl.arange(0, PADDED_LATENT)[:, None]
     inside = (row < num_rows)[None, :] & (column < LATENT)
@@ -262,6 +270,7 @@ def latent_span_kernel(  # noqa: PLR0913
         head = (entry + row // GROUP) * (PARTS * GROUP) + part * GROUP + row % GROUP
         # A query that sees no key at all gets 0; NaN stays.
         result /= tl.where(total == 0.0, 1.0, total)[None, :]
+        result = scaled(result, page_scale_1, 0)
         out_at = out_TNL + head[None, :] * LATENT + column
         tl.store(out_at, result.to(out_TNL.dtype.element_ty), mask=inside)
     else:
@@ -277,6 +286,7 @@ def latent_merge_kernel(  # noqa: PLR0913
     sums_EPRL,
     states_EPR2,
     merge_T4,
+    page_scale_1,
     partial_rows,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -304,28 +314,41 @@ def latent_merge_kernel(  # noqa: PLR0913
     is_row = row < GROUP
     top, total, result = _nothing_across(PADDED_GROUP, PIECE)
     if is_fine == 0:
-        for stretch in range(0, num_spans, FINE_SPANS):
-            # Unrolled, so that many loads are on their way at once.
-            for i in tl.static_range(FINE_SPANS):
-                top, total, result = _merge_across(
-                    *(top, total, result),
-                    *_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, LATENT),
-                )
-    else:
-        for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
-            run_top, run_total, run_result = _nothing_across(PADDED_GROUP, PIECE)
-            for i in tl.static_range(BLOCKS):
-                run_top, run_total, run_result = _merge_across(
-                    *(run_top, run_total, run_result),
-                    *_partial(state_at, sum_at, stretch + i, num_spans, stride, is_row, LATENT),
-                )
-            top, total, result = _merge_across(
-                *(top, total, result), *(run_top, run_total, run_result)
+        for first_span in range(0, num_spans, FINE_SPANS):
+            partials = _partials(
+                *(state_at, sum_at, first_span, num_spans, stride, is_row, LATENT, FINE_SPANS)
             )
+            if are_loaded(first, first_span):
+                for i in tl.static_range(FINE_SPANS):
+                    top, total, result = _merge_across(top, total, result, *partials[i])
+    else:
+        partials = _partials(*(state_at, sum_at, 0, num_spans, stride, is_row, LATENT, FINE_SPANS))
+        if are_loaded(first, 0):
+            for stretch in tl.static_range(0, FINE_SPANS, BLOCKS):
+                run_top, run_total, run_result = _nothing_across(PADDED_GROUP, PIECE)
+                for i in tl.static_range(BLOCKS):
+                    run_top, run_total, run_result = _merge_across(
+                        run_top, run_total, run_result, *partials[stretch + i]
+                    )
+                top, total, result = _merge_across(
+                    *(top, total, result), *(run_top, run_total, run_result)
+                )
     result /= tl.where(total == 0.0, 1.0, total)[None, :]
+    result = scaled(result, page_scale_1, 0)
     head = entry.to(tl.int64) * (PARTS * GROUP) + part * GROUP + row
     out_at = out_TNL + head[None, :] * LATENT + column[:, None]
     tl.store(out_at, result.to(out_TNL.dtype.element_ty), mask=is_row[None, :])
+
+
+@triton.jit
+def _partials(
+    state_at, sum_at, first, num_spans, stride, is_row, LATENT: tl.constexpr, COUNT: tl.constexpr
+):
+    found = ()
+    for i in tl.static_range(COUNT):
+        one = _partial(state_at, sum_at, first + i, num_spans, stride, is_row, LATENT)
+        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -342,6 +365,7 @@ def _partial(state_at, sum_at, span, num_spans, stride, is_row, LATENT: tl.const
 def latent_tile_kernel(  # noqa: PLR0913
     query_TNH,
     page_SH,
+    page_scale_1,
     out_TNL,
     tile_E8,
     count_2,
@@ -381,6 +405,7 @@ def latent_tile_kernel(  # noqa: PLR0913
         *(GROUP, PARTS * GROUP, LATENT, ROPE, PADDED_LATENT, PADDED_ROPE),
     )
     last_position = first_position + last_row // GROUP
+    scale = scaled(scale, page_scale_1, 0)
     _, total, result = _walk(
         *(latent_query, rope_query, page_SH, table, first_position + row // GROUP),
         *(0, tl.minimum(last_position + 1, table_length), scale),
@@ -391,4 +416,5 @@ def latent_tile_kernel(  # noqa: PLR0913
     head = (entry + row // GROUP) * (PARTS * GROUP) + part * GROUP + row % GROUP
     out_at = out_TNL + head[:, None] * LATENT + column[None, :]
     result /= total[:, None]
+    result = scaled(result, page_scale_1, 0)
     tl.store(out_at, result.to(out_TNL.dtype.element_ty), mask=inside)
