@@ -20,6 +20,12 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 8
 # A longer word has too many tokens, unless it repeats one character.
 MAX_BAD_WORD_CHARS = 256
+# Most entries of parameters. The ids of allowed_token_ids are bits on the device.
+MAX_ENTRIES = {
+    "bad_words": MAX_BAD_WORDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": 1 << 19,
+}
 
 
 class Done(IntEnum):
@@ -218,7 +224,7 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}.",
                 param="min_tokens",
             )
-        check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _check_entries(values)
         for word in self.bad_words or ():
             if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
                 raise InvalidRequest(
@@ -237,7 +243,6 @@ class SamplingParams:
                 "allowed_token_ids is empty, so no token could ever be sampled.",
                 param="allowed_token_ids",
             )
-        check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
         for token, value in (self.logit_bias or {}).items():
             _check_number(f"logit_bias[{token}]", value, -100.0, 100.0, param="logit_bias")
 
@@ -258,6 +263,14 @@ class SamplingParams:
         copy = object.__new__(SamplingParams)
         copy.__dict__.update(self.__dict__, **changes)
         return copy
+
+
+# Sequences of integers, and keys that are integers, are token ids.
+TOKEN_ID_PARAMS = tuple(
+    f.name
+    for f in fields(SamplingParams)
+    if str(f.type).startswith(("Sequence[int]", "Mapping[int"))
+)
 
 
 def _number_of_drafts(speculative: object, k: int | None) -> int | None:
@@ -338,6 +351,11 @@ def _check_number(
         raise InvalidRequest(
             f"{name} is {value}; it must be {edge} {low} and at most {high}.", param=param or name
         )
+
+
+def _check_entries(values: Mapping[str, Any]) -> None:
+    for name, most in MAX_ENTRIES.items():
+        check_count(name, values[name], most)
 
 
 def check_count(name: str, values: Sized | None, limit: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from paceline.errors import ConfigError, nearest
-from paceline.option_values import check_positive, coerce, opt
+from paceline.option_values import check_positive, check_quantization, coerce, opt
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ METHOD_ALIASES = {
 _USE_A_HEAD = 'use "eagle3" or "mtp" if there is a head for the target, else "ngram".'
 # With parallel_drafting: the methods that make all drafts in one pass.
 _ONE_PASS = {"eagle": "peagle", "eagle3": "peagle", "draft_model": "pard"}
-_BLOCK_METHODS = ("dflash", "dspark", "peagle", "pard")
+BLOCK_METHODS = ("dflash", "dspark", "peagle", "pard")
 METHODS_NOT_SERVED = {
     "medusa": f"Medusa heads are not supported; {_USE_A_HEAD}",
     "mlp_speculator": f"MLP speculators are not supported; {_USE_A_HEAD}",
@@ -127,7 +127,7 @@ class SpeculativeConfig:
     model: str | None = opt(None, "folder, GGUF file or hub id of the draft")
     revision: str | None = opt(None, "branch, tag or commit of the draft's hub id")
     quantization: str | None = opt(
-        None, "what the draft's files are quantised with; other files are refused"
+        None, "as `--quantization`, for the draft's weights; `mtp` follows the target's"
     )
     max_model_len: int | None = opt(
         None, "longer requests go on without drafts; never more than the draft was made for"
@@ -168,8 +168,8 @@ class SpeculativeConfig:
     # Not used with synthetic acceptance, which does not depend on the drafts.
     adaptive: bool = opt(
         True,
-        "each request's k follows its acceptance; `enable_adaptive_verification` means `auto` with "
-        "`num_speculative_tokens` as the most",
+        "each request's k follows its acceptance; `enable_adaptive_verification`, and a chain with "
+        "a model, mean `auto` with `num_speculative_tokens` as the most",
     )
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = opt(
         None,
@@ -225,11 +225,11 @@ class SpeculativeConfig:
                 "eagle_aux_hidden_state_layer_ids lists the layers that an EAGLE-3 head reads; "
                 f'found {list(taps)} with method "{self.method}".'
             )
+        check_quantization(self.quantization)
         check_positive(max_model_len=self.max_model_len, draft_window_size=self.draft_window_size)
         if self.draft_window_size is not None and self.method in ("ngram", "suffix"):
             raise ConfigError(
-                f'draft_window_size is for drafters that are models; "{self.method}" looks drafts '
-                "up. Leave it out."
+                f'draft_window_size is for drafters that are models, not "{self.method}"; drop it.'
             )
         self._check_lengths()
         self._check_vocabulary()
@@ -368,6 +368,8 @@ class SpeculativeConfig:
             method = _one_pass(method)
         if method == "suffix":
             values["host_method"] = "suffix"
+        elif "host_method" in values and method != "ngram" and values.get("adaptive", True):
+            values["is_auto"] = True  # what is looked up is free, a model's drafts are not
         if "num_speculative_tokens" not in values:
             depth = values.get("suffix_decoding_max_tree_depth", cls.suffix_decoding_max_tree_depth)
             # An MTP layer was trained for one token.
@@ -400,7 +402,7 @@ def _take_not_served(values: dict[str, Any], hints: Mapping[str, Any]) -> None:
 
 
 def _one_pass(method: str) -> str:
-    if method not in (*_ONE_PASS, *_BLOCK_METHODS):
+    if method not in (*_ONE_PASS, *BLOCK_METHODS):
         raise ConfigError(
             f'parallel_drafting makes all drafts in one pass, which method "{method}" cannot; it '
             "goes with eagle3, draft_model, dflash and dspark."

@@ -235,6 +235,9 @@ def test_a_chain_is_a_lookup_on_the_host_and_a_drafter_on_the_device(
     config = parsed(method=method)
     assert (config.host_method, config.method) == (host, device)
     assert config.max_k == (0 if device == "suffix" else 2)
+    # Beside lookups, which are free, a model's drafts must pay for their time.
+    assert config.is_auto == (host is not None and device == "mtp")
+    assert not parsed(method=method, adaptive=False).is_auto
     whole = EngineConfig.from_keywords(
         speculative_config={"method": method, "num_speculative_tokens": 2}
     )

@@ -92,6 +92,8 @@ class AutoregressiveDrafter:
         is_drawn = self.sample_method != "greedy"
         for j in range(step.k):
             count = step.num_drafting(j)
+            if not (count or step.is_joint):
+                break  # rows that wanted more have ended
             if j:
                 token_B = draft_BK[:count, j - 1]
                 inputs = step.next(j, token_B, group_size, is_shifted=is_shifted)

@@ -18,22 +18,14 @@ from torch import Tensor
 
 from paceline.kernels import table
 from paceline.kernels.logprobs.reference import LogprobResults
-from paceline.kernels.processors.reference import LateBits, Penalties, Stops
+from paceline.kernels.processors.reference import LateBits
 from paceline.kernels.rows import FeatureMask, WindowRows
 from paceline.kernels.sampling.reference import SlotKnobs
 from paceline.kernels.verify.reference import SampledDrafts, Verdicts
 from paceline.layers.vocab import WHOLE, VocabShards
 from paceline.sampling.custom import CustomProcessors
-from paceline.state.slots import (
-    ALLOWED,
-    BAD_WORDS,
-    BIAS,
-    CUSTOM,
-    LOGPROBS,
-    MIN_TOKENS,
-    PENALTIES,
-    Slots,
-)
+from paceline.sampling.processors import PROCESSORS
+from paceline.state.slots import CUSTOM, LOGPROBS, Slots
 from paceline.step import Floats
 
 
@@ -131,27 +123,14 @@ def process_logits(
     logits_NV: Tensor, windows: WindowRows, slots: Slots, present: int, extras: Extras
 ) -> None:
     """Everything between the model's logits and the temperature, in its one order."""
-    features_S = slots.features_S
-    where = (logits_NV, windows)
-    if present & ALLOWED:
-        table.keep_allowed(*where, FeatureMask(features_S, ALLOWED), slots.allowed_bits_SV)
-    if present & BAD_WORDS:
-        history = (slots.tokens_SL, slots.bad_words_SEE)
-        table.ban_bad_words(*where, FeatureMask(features_S, BAD_WORDS), *history)
-    if present & MIN_TOKENS:
-        stops = Stops(slots.min_len_S, slots.eos_ids_SE, slots.stop_ids_SE)
-        table.ban_early_stops(*where, FeatureMask(features_S, MIN_TOKENS), stops)
-    if present & BIAS:
-        bias = (slots.bias_ids_SE, slots.bias_values_SE)
-        table.add_bias(*where, FeatureMask(features_S, BIAS), *bias)
-    if present & PENALTIES:
-        penalties = Penalties(slots.repetition_S, slots.presence_S, slots.frequency_S)
-        history = (slots.tokens_SL, slots.prompt_len_S)
-        table.apply_penalties(*where, FeatureMask(features_S, PENALTIES), *history, penalties)
+    for processor in PROCESSORS:
+        if present & processor.bit:
+            mask = FeatureMask(slots.features_S, processor.bit)
+            processor.apply((logits_NV, windows, mask), slots)
     if extras.custom is not None and present & CUSTOM:
-        extras.custom.apply(*where, slots)
+        extras.custom.apply(logits_NV, windows, slots)
     if extras.late is not None:
-        table.keep_late(*where, extras.late)
+        table.keep_late(logits_NV, windows, extras.late)
 
 
 def knobs_of(slots: Slots) -> SlotKnobs:

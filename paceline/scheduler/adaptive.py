@@ -25,6 +25,9 @@ DECIDE_EVERY = 4  # steps
 START = 0.85  # chance of a draft of a new request, if those before it are accepted
 WEIGHT = 6.0  # drafts that the expectation weighs as much as
 MOST = 0.98  # no draft is sure, so survival falls along a row
+# A draft of the host is free until it is verified. It must survive this often at least; with "auto"
+# more often where tokens cost more, up to the second number.
+WORTH, MOST_WORTH = 0.1, 0.5
 # "adaptive"
 FADE = 0.5, 1.0  # counts are multiplied by this each time k is decided: many counts, and few
 STRETCH = 1.5  # verify more drafts than are accepted on average, so that k can grow
@@ -38,6 +41,7 @@ PROBE_PERIOD = 32
 PROBE_K = 2
 # "auto"
 AUTO_FADE = 0.95, 0.98
+HOST_WEIGHT, HOST_FADE = 2.0, 0.9  # steps that the expectation weighs as much as; of older steps
 AUTO_PERIOD = 64
 AUTO_PROBE_K = 1
 AUTO_TURNS = 4  # in a batch of 8 or more, a request that stopped tries in each fourth period
@@ -95,6 +99,37 @@ class Survival:
         return float(self._pool[0] / self._pool[1])
 
 
+class _HostShare:
+    """Drafts of the host that a step of each slot verifies and accepts. A new request is expected
+    to be like the others."""
+
+    def __init__(self, rows: int) -> None:
+        self._sum_S3 = np.zeros((rows, 3))  # steps, verified, accepted
+        self._pool_3 = np.array([HOST_WEIGHT, 0.0, 0.0])
+
+    def start(self, slot: int) -> None:
+        self._sum_S3[slot] = self._pool_3 * (HOST_WEIGHT / self._pool_3[0])
+
+    def learn(self, slots: Rows, host_rows: Rows, result: StepResult) -> None:
+        self._sum_S3[slots, 0] += 1.0
+        self._pool_3[0] += len(slots)
+        if len(host_rows):
+            new_R2 = np.stack([result.num_drafts_B, result.num_accepted_B], 1)[host_rows]
+            self._sum_S3[slots[host_rows], 1:] += new_R2
+            self._pool_3[1:] += new_R2.sum(axis=0)
+
+    def fade(self) -> None:
+        self._sum_S3 *= HOST_FADE
+        if self._pool_3[0] > 16 * HOST_WEIGHT:
+            self._pool_3 *= HOST_FADE
+
+    def of(self, slots: Rows) -> tuple[float, float]:
+        """Verified and accepted drafts of a step that has these rows."""
+        sum_R3 = self._sum_S3[slots]
+        verified, accepted = (sum_R3[:, 1:] / np.maximum(sum_R3[:, :1], 1.0)).sum(axis=0).tolist()
+        return verified, accepted
+
+
 class DraftLengths:
     """k by slot."""
 
@@ -112,43 +147,58 @@ class DraftLengths:
         )
         methods = speculative and (speculative.host_method, speculative.method)
         self._cold = COLD_BESIDE_SUFFIXES if methods == ("suffix", "ngram") else COLD
+        self._has_lookups = speculative is not None and speculative.host_method is not None
         # Whether drafts are counted: to decide k, or to choose between drafter and host.
-        self._learns = self._is_adaptive or (
-            is_on and speculative is not None and speculative.host_method is not None
-        )
+        self.learns = self._is_adaptive or (is_on and self._has_lookups)
         self._cap_S = np.zeros(info.num_slots, np.int32)  # the request's own limit
         self._k_S = np.zeros(info.num_slots, np.int32)
         self._mixed_k_S = self._k_S  # in steps with prompt chunks; "auto" only
         # With the spare row: see SlotTable.
         self._survival = Survival(info.num_slots + 1, info.max_k, is_pooled=self.is_auto)
-        # Slots whose continuation is almost surely right: their next drafts are the host's.
-        self.is_sure_S = np.zeros(info.num_slots, np.bool_)
+        # Chance that the next drafts of the drafter are verified, and not those of the host.
+        self.use_S = np.ones(info.num_slots, np.float32)
         self._cap_by_rows = _cap_by_rows(speculative, info) if is_on else None
         if self.is_auto:
             self._rank = _Ranking(info, speculative)
             self._mixed_k_S = self._k_S.copy()
+        self._host = _HostShare(info.num_slots + 1)
 
     def start(self, slot: int, wanted: int | None) -> None:
         """A request takes the slot."""
         cap = self.max_k if wanted is None else min(wanted, self.max_k)
         self._cap_S[slot] = self._k_S[slot] = self._mixed_k_S[slot] = cap
-        self.is_sure_S[slot] = False
-        if self._learns:
+        self.use_S[slot] = 1.0
+        self._host.start(slot)
+        if self.learns:
             self._survival.start(slot)
         if self.is_auto:
             self._set_auto(np.array([slot]))
 
-    def expected(self) -> Floats:
-        """By slot: the drafter's drafts that a step accepts on average."""
-        is_drafted_SK = np.arange(self.max_k) < self._k_S[:, None]
-        expected_S: Floats = (self._survival.of(slice(-1)) * is_drafted_SK).sum(axis=1)
-        return expected_S
+    def expected(self, slots: Rows) -> Floats:
+        """The drafter's drafts that a step of each slot accepts on average."""
+        is_drafted_RK = np.arange(self.max_k) < self._k_S[slots][:, None]
+        expected_R: Floats = (self._survival.of(slots) * is_drafted_RK).sum(axis=1)
+        return expected_R
 
-    def proposed(self, k_S: Ints, slots: Rows) -> Ints:
-        """Drafts that the drafter proposes for these slots, of which each could verify k_S. Slots
-        that are sure of their continuation need none."""
-        wanted_B: Ints = (k_S * ~self.is_sure_S).take(slots)
+    def proposed(self, wanted_B: Ints, slots: Rows) -> Ints:
+        """Drafts that the drafter proposes for these slots, which could verify `wanted_B`: none
+        that the host's will probably replace, with "auto" none that would not pay."""
+        if not self._has_lookups:
+            return wanted_B
+        use_B = self.use_S.take(slots)
+        if not self.is_auto:
+            return wanted_B * (use_B >= 0.5)
+        at = (use_B < 1.0).nonzero()[0]
+        if len(at):
+            survival_RK = self._survival.of(slots[at]) * use_B[at, None]
+            wanted_B = wanted_B.copy()
+            wanted_B[at] = np.minimum(wanted_B[at], self._rank.decode.of(survival_RK))
         return wanted_B
+
+    @property
+    def least_worth(self) -> float:
+        """A draft of the host that survives less often costs more than it brings."""
+        return max(WORTH, self._rank.worth) if self.is_auto else WORTH
 
     def wanted(self, step: int, num_rows: int = 1, *, is_mixed: bool = False) -> Ints:
         """k of each slot for this step of `num_rows` rows. `is_mixed`: it has prompt chunks."""
@@ -177,20 +227,24 @@ class DraftLengths:
     ) -> None:
         """Count the drafts that a step verified and accepted. `host_rows` verified drafts of the
         host, which say nothing about the drafter."""
-        if not self._learns:
+        if not self.learns:
             return
         drafted_B, accepted_B = result.num_drafts_B, result.num_accepted_B
         if self._counts_missing:
             drafted_B = np.minimum(k_B, self.max_k)
-        if host_rows is not None and len(host_rows):
+        host_rows = slots[:0] if host_rows is None else host_rows
+        self._host.learn(slots, host_rows, result)
+        if len(host_rows):
             drafted_B, accepted_B = drafted_B.copy(), accepted_B.copy()
             drafted_B[host_rows] = accepted_B[host_rows] = 0
-        self._survival.learn(slots, drafted_B, accepted_B)
+        if np.count_nonzero(drafted_B):
+            self._survival.learn(slots, drafted_B, accepted_B)
         if result.step % DECIDE_EVERY:
             return
         if self._is_adaptive and not self.is_auto:
             self._follow_acceptance()
         self._survival.fade(*(AUTO_FADE if self.is_auto else FADE))
+        self._host.fade()
 
     def _follow_acceptance(self) -> None:
         acceptance_S = self._survival.of(slice(-1)).mean(axis=1)
@@ -205,7 +259,8 @@ class DraftLengths:
         (`slots`, which hold `kv_tokens`)."""
         if self.is_auto and self._rank.is_due(plan, result, kv_tokens):
             if len(slots):
-                self._rank.decide(self._allowed(slots), kv_tokens)
+                survival_RK = self._allowed(slots) * self.use_S[slots][:, None]
+                self._rank.decide(survival_RK, kv_tokens, *self._host.of(slots))
             self._set_auto(np.arange(len(self._k_S)))
 
     def _allowed(self, slots: Rows) -> Floats:
@@ -246,23 +301,31 @@ class _Ranking:
     def _take_time(self, plan: StepPlan, result: StepResult, kv_tokens: int) -> None:
         if (result.count_B[plan.samples_B] == 0).any():
             return  # rows whose requests had ended computed nothing
-        size = plan.agreed or plan.step_size()
-        tokens = size.tokens
-        if self._is_fixed and size.is_uniform:
-            tokens = size.rows * (size.k + 1)
-        elif not self._is_fixed and plan.agreed is None:
-            tokens += int(result.num_drafts_B.sum()) - int(plan.k_B.sum())
         seconds = result.device_end_s - result.device_start_s
+        if not self._is_fixed and plan.agreed is None:
+            tokens = plan.num_tokens + int((result.num_drafts_B - plan.k_B).sum())
+            k = plan.k if plan.draft_k is None else plan.draft_k
+            drafts = plan.num_rows * k if plan.draft_k_B is None else int(plan.draft_k_B.sum())
+            self.cost.measured(seconds, tokens, k, drafts, kv_tokens)
+            return
+        size = plan.agreed or plan.step_size()
+        is_padded = self._is_fixed and size.is_uniform
+        tokens = size.rows * (size.k + 1) if is_padded else size.tokens
         drafts = size.rows * size.draft_k
-        if not self._is_fixed and plan.agreed is None and plan.draft_k_B is not None:
-            drafts = int(plan.draft_k_B.sum())
         self.cost.measured(seconds, tokens, size.draft_k, drafts, kv_tokens)
 
-    def decide(self, survival_RK: Floats, kv_tokens: int) -> None:
+    def decide(
+        self, survival_RK: Floats, kv_tokens: int, host: float = 0.0, host_accepted: float = 0.0
+    ) -> None:
+        """`host`: drafts of the host that a step verifies besides, and those that it accepts."""
         self._num_rows = len(survival_RK)
-        self.decode = choose(survival_RK, self.cost, self._ks, kv_tokens, is_padded=self._is_fixed)
+        base = (self._num_rows + host, self._num_rows + host_accepted)
+        self.decode = choose(
+            survival_RK, self.cost, self._ks, kv_tokens, base=base, is_padded=self._is_fixed
+        )
         # A token is worth the time that it takes in steps that only decode. With prompts a step is
         # full, and each draft adds to it.
+        self.worth = min(self.cost.of_one_more(self._num_rows) * self.decode.rate, MOST_WORTH)
         added = self.cost.of_one_more(self._full_step)
         least = max(self.decode.least, added * self.decode.rate)
         self.mixed = Choice(self.decode.k, least, self.decode.rate)

@@ -63,8 +63,8 @@ class Constraints:
         if not self._requests.num_constrained:
             return None
         owners = [self._requests.owner(slot) for slot in slots.tolist()]
-        late_B: Bools = np.array([live.constraint is not None for live in owners])
-        late_B &= samples_B
+        is_constrained = [live.constraint is not None for live in owners]
+        late_B: Bools = np.array(is_constrained, np.bool_) & samples_B
         return late_B if late_B.any() else None
 
     def masks(self, plan: StepPlan, taken: Mapping[int, Ints]) -> LateMasks:

@@ -40,6 +40,7 @@ class Continuations:
         self._most_S = np.zeros(slots, np.int32)
         self._least_S = np.ones(slots, np.int32)
         self._is_forced_S = np.zeros(slots, np.bool_)
+        self._has_forced = False  # some slot had forced tokens
 
     @property
     def is_on(self) -> bool:
@@ -71,15 +72,16 @@ class Continuations:
         self._length_S[slot], self._end_S[slot] = length, length + count
         self._most_S[slot] = self.most if most is None else min(most, self.most)
         self._least_S[slot], self._is_forced_S[slot] = least, is_forced
+        self._has_forced |= is_forced
 
     def offer_all(self, offers: Offers) -> None:
         """Replace the continuations of these slots, except forced tokens."""
-        slot_R = offers.slot_R
-        is_forced_R = self._is_forced_S[slot_R] & (self._end_S[slot_R] > offers.length_R)
-        if is_forced_R.any():
+        if self._has_forced:
+            is_forced_R = self._is_forced_S[offers.slot_R]
+            is_forced_R &= self._end_S[offers.slot_R] > offers.length_R
             free: list[Any] = [x[~is_forced_R] for x in offers]
             offers = Offers(*free)
-            slot_R = offers.slot_R
+        slot_R = offers.slot_R
         self._token_SC[slot_R] = offers.token_RC
         self._length_S[slot_R], self._end_S[slot_R] = offers.length_R, offers.end_R
         self._most_S[slot_R], self._least_S[slot_R] = offers.most_R, offers.least_R
@@ -89,7 +91,9 @@ class Continuations:
         self._end_S[slot] = 0
 
     def drop_looked_up(self, slot_R: Rows) -> None:
-        self._end_S[slot_R[~self._is_forced_S[slot_R]]] = 0
+        if self._has_forced:
+            slot_R = slot_R[~self._is_forced_S[slot_R]]
+        self._end_S[slot_R] = 0
 
     # ---- planning
 
@@ -109,12 +113,16 @@ class Continuations:
     def drafts(self, slots: Rows, k_B: Ints) -> tuple[HostDrafts | None, list[bool]]:
         """The host drafts of a plan's rows, and which of them are forced. Continuations that the
         tokens committed meanwhile are not the beginning of are dropped."""
+        if not self:
+            return None, []
         is_open_B = (self._end_S[slots] > self._table.lower_S[slots]) & (k_B > 0)
         if not is_open_B.any():
             return None, []
         row_R = is_open_B.nonzero()[0]
-        left_R = self._num_left(host := self._host_drafts(row_R, slots[row_R]), slots[row_R])
-        if not left_R.all():
+        slot_R = slots[row_R]
+        host = self._host_drafts(row_R, slot_R)
+        is_new = (self._table.committed_S[slot_R] == host.length_R).all()
+        if not is_new and not (left_R := self._num_left(host, slot_R)).all():
             self._end_S[slots[row_R[left_R == 0]]] = 0
             row_R = row_R[left_R > 0]
             if not len(row_R):
@@ -138,7 +146,7 @@ class Continuations:
         """
         host = flight.plan.host_drafts
         if host is None:
-            return _NO_ROWS
+            return NO_ROWS
         rows: Rows = host.row_R[self._taken(flight, host) > 0].astype(np.intp)
         return rows
 
@@ -163,4 +171,4 @@ class Continuations:
         return host.num_left(slot_R, self._table.tokens_SL, self._table.all_committed_S)
 
 
-_NO_ROWS = np.empty(0, np.intp)
+NO_ROWS = np.empty(0, np.intp)

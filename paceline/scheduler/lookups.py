@@ -16,18 +16,14 @@ from paceline.scheduler.continuations import Continuations, Offers
 from paceline.scheduler.inflight import Flight, Rows, SlotTable
 from paceline.scheduler.live_request import LiveRequest
 from paceline.scheduler.step_cost import Doubles
-from paceline.scheduler.suffixes import LookupRules, Match, PastAnswers, Text
+from paceline.scheduler.suffixes import LookupRules, Match, OwnTexts, PastAnswers
 from paceline.speculation import METHOD_ALIASES, SpeculativeConfig
 from paceline.step import Bools, Ints, Longs, StepResult
 
 INDEX_TOKENS = 4096  # prompt tokens that one commit indexes; longer prompts take several
-WORTH = 0.1  # a draft that is right less often costs more than it brings
-_LOG_WORTH = log(WORTH)
 TRUST = 4.0  # tokens after which a request's own rate counts as much as that of all
 LONGEST_RATED = 16  # matches from here on have one rate
 FADE_ROW, FADE_ALL = 64.0, 2048.0  # sums are halved above this
-# Where a continuation is right this often, a row needs no drafts of the drafter behind it.
-SURE = 0.9
 
 
 class _Rates:
@@ -42,16 +38,15 @@ class _Rates:
         self.right_N += np.bincount(index_R, right_R, size)
         self.tried_N += np.bincount(index_R, tried_R, size)
         is_much_N = self.tried_N > self._most
-        if is_much_N.any():
+        if np.count_nonzero(is_much_N):
             self.right_N[is_much_N] *= 0.5
             self.tried_N[is_much_N] *= 0.5
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request in a slot. Its text has the tokens up to the last search."""
+    """A request in a slot."""
 
-    text: Text
     prompt_len: int
     past: Match | None = None  # a match in past answers
 
@@ -85,12 +80,14 @@ class Lookups:
         # By slot, what should follow the committed tokens: guess_SC, -1 behind its end. It is what
         # the request itself has at from_S and after; -1: it has no match, or one in past answers.
         self._guess_SC = np.full((slots, continuations.longest), -1, np.int32)
+        self._index_C = np.arange(continuations.longest)
         self._from_S = np.full(slots, -1, np.int64)
         self._limit_S = np.zeros(slots, np.int64)  # tokens that are likely
         self._length_S = np.zeros(slots, np.int64)  # of the match
         self._followed_S = np.zeros(slots, np.int64)  # tokens that came since, as it said
         # Drafts of a step; 0: nothing is looked up. With the spare row: see SlotTable.
         self._most_S = np.zeros(slots + 1, np.int64)
+        self._texts = OwnTexts(table.tokens_SL, self._rules.width)
         if most := speculative.suffix_decoding_max_cached_requests:
             self._past = PastAnswers(most, PAST_BYTES, self._rules.width)
 
@@ -106,7 +103,8 @@ class Lookups:
         most = self._most if asked is None else min(asked, self._most)
         if most and method in (None, self._method):
             prompt_len, slot = len(live.request.prompt_token_ids), live.slot
-            self._rows[slot] = _Row(Text(self._rules.width), prompt_len)
+            self._rows[slot] = _Row(prompt_len)
+            self._texts.start(slot, live.max_len)
             self._most_S[slot], self._from_S[slot], self._guess_SC[slot] = most, -1, -1
             self._row_rates.right_N[slot] = self._row_rates.tried_N[slot] = 0.0
         return 0 if method == self._method else asked
@@ -127,21 +125,19 @@ class Lookups:
             return
         slot_R, count_R, token_RW = flight.slots, result.count_B, result.token_BW
         is_on_R = (self._most_S.take(slot_R) > 0) & (count_R > 0)
-        if not is_on_R.all():
+        if np.count_nonzero(is_on_R) < len(slot_R):
             slot_R, count_R, token_RW = slot_R[is_on_R], count_R[is_on_R], token_RW[is_on_R]
-        length_R = self._table.committed_S[slot_R].astype(np.int64)
+        length_R = self._table.committed_S.take(slot_R).astype(np.int64)
         is_right_R = self._compare(slot_R, count_R, token_RW)
         self._followed_S[slot_R] += count_R
-        from_R = self._from_S[slot_R]
+        from_R = self._from_S.take(slot_R)
         # A match at the very end says nothing. Those in past answers are followed one by one.
         goes_on_R = is_right_R & (from_R >= 0) & (from_R + count_R < length_R)
         self._from_S[slot_R] = np.where(goes_on_R, from_R + count_R, -1)
-        if not goes_on_R.all():
+        if np.count_nonzero(goes_on_R) < len(slot_R):
             ended_R = (~goes_on_R).nonzero()[0]
-            came = token_RW[ended_R].tolist()
-            rows = (slot_R[ended_R], count_R[ended_R], length_R[ended_R], is_right_R[ended_R])
-            self._guess_SC[rows[0]] = -1
-            self._search(came, *(x.tolist() for x in rows))
+            self._guess_SC[slot_R[ended_R]] = -1
+            self._search(slot_R[ended_R], length_R[ended_R], is_right_R[ended_R])
         self._copy_guesses(slot_R, length_R)
         self._offer(slot_R, length_R)
 
@@ -149,14 +145,14 @@ class Lookups:
         """Count which guesses were right. Returns where all new tokens were."""
         width = min(token_RW.shape[1], self._guess_SC.shape[1])
         guess_RW, token_RW = self._guess_SC[slot_R, :width], token_RW[:, :width]
-        is_guess_RW = (guess_RW >= 0) & (np.arange(width) < count_R[:, None])
+        is_guess_RW = (guess_RW >= 0) & (self._index_C[:width] < count_R[:, None])
         right_R = np.logical_and.accumulate(is_guess_RW & (guess_RW == token_RW), axis=1).sum(1)
         at = is_guess_RW[:, 0].nonzero()[0]
         if len(at):
             right_M, slot_M = right_R[at], slot_R[at]
             tried_M = right_M + (right_M < is_guess_RW[at].sum(axis=1))
             self._row_rates.add(slot_M, right_M, tried_M)
-            length_M = np.minimum(self._length_S[slot_M], LONGEST_RATED)
+            length_M = np.minimum(self._length_S.take(slot_M), LONGEST_RATED)
             self._rates.add(length_M, right_M, tried_M)
         if self._past is not None:
             for slot in slot_R[right_R > 0].tolist():
@@ -165,44 +161,50 @@ class Lookups:
         all_right_R: Bools = right_R == count_R
         return all_right_R
 
-    def _search(
-        self,
-        came: list[list[int]],
-        slots: list[int],
-        counts: list[int],
-        lengths: list[int],
-        is_right: list[bool],
-    ) -> None:
-        """Find what should follow the new tokens, of which each row has the first `counts`."""
-        room = INDEX_TOKENS
-        rows = zip(slots, came, counts, lengths, is_right, strict=True)
-        for slot, tokens, count, length, was_right in rows:
-            row = self._rows[slot]
-            if was_right and row.past is not None and self._guess_past(slot, row.past):
-                continue
-            text, row.past = row.text, None
-            if len(text.tokens) == length - count:
-                text.extend(tokens[:count])
-            else:
-                end = min(len(text.tokens) + room, length)
-                room -= end - len(text.tokens)
-                text.extend(self._table.tokens_SL[slot, len(text.tokens) : end].tolist())
-                if end < length:
-                    continue  # its prompt is not indexed yet
-            if text.ends_as_before or self._past is not None:
-                self._found(slot, row, self._find(text))
+    def _search(self, slot_R: Rows, length_R: Longs, is_right_R: Bools) -> None:
+        """Find what should follow the new tokens."""
+        if self._past is not None:
+            pairs = zip(slot_R.tolist(), is_right_R, strict=True)
+            is_over_R = [not self._goes_on(*pair) for pair in pairs]
+            slot_R, length_R = slot_R[is_over_R], length_R[is_over_R]
+        stop_R, num_R = length_R, self._texts.num_S.take(slot_R)
+        if int((length_R - num_R).sum()) > INDEX_TOKENS:
+            before_R = (length_R - num_R).cumsum() - length_R + num_R
+            stop_R = np.minimum(length_R, num_R + np.maximum(INDEX_TOKENS - before_R, 0))
+        at_R = self._texts.extend(slot_R, stop_R)
+        is_known_R = stop_R == length_R  # else its prompt is not indexed yet
+        if self._past is None:
+            is_known_R &= at_R >= 0
+        known = is_known_R.nonzero()[0]
+        slot_R, at_R, length_R = slot_R[known], at_R[known], length_R[known]
+        if self._past is None and len(slot_R):
+            match_R = self._texts.alone(slot_R, at_R, length_R, self._rules.depth)
+            is_new_R = match_R >= self._rules.least_match
+            new_R = slot_R[is_new_R]
+            self._from_S[new_R], self._length_S[new_R] = at_R[is_new_R] + 1, match_R[is_new_R]
+            self._limit_S[new_R], self._followed_S[new_R] = self._guess_SC.shape[1], 0
+            slot_R, at_R, length_R = (x_R[match_R == 0] for x_R in (slot_R, at_R, length_R))
+        for slot, at, length in zip(slot_R.tolist(), at_R.tolist(), length_R.tolist(), strict=True):
+            if (match := self._find(slot, at, length)) is not None:
+                self._found(slot, match)
 
-    def _found(self, slot: int, row: _Row, match: Match | None) -> None:
-        if match is None:
-            return
+    def _goes_on(self, slot: int, is_right: bool) -> bool:
+        """Whether the request's match in past answers does."""
+        row = self._rows[slot]
+        if is_right and row.past is not None and self._guess_past(slot, row.past):
+            return True
+        row.past = None
+        return False
+
+    def _found(self, slot: int, match: Match) -> None:
         self._length_S[slot] = match.length
         is_limited = match.likely < int(match.length * self._rules.factor)
         self._limit_S[slot] = match.likely if is_limited else self._guess_SC.shape[1]
         self._followed_S[slot] = 0
-        if match.text is row.text:
+        if match.text is None:
             self._from_S[slot] = match.at
         else:
-            row.past = match
+            self._rows[slot].past = match
             self._guess_past(slot, match)
 
     def _guess_past(self, slot: int, match: Match) -> bool:
@@ -213,12 +215,12 @@ class Lookups:
         self._guess_SC[slot, : len(tokens)] = tokens
         return bool(tokens)
 
-    def _find(self, text: Text) -> Match | None:
-        tail = text.tokens[-self._rules.depth :]
-        if len(tail) < self._rules.least_match:
-            return None
-        match = text.find(tail, self._rules)
-        if self._past is not None:
+    def _find(self, slot: int, at: int, length: int) -> Match | None:
+        """In the request itself, where its last tokens occurred before at `at`, and elsewhere."""
+        match = self._texts.find(slot, at, length, self._rules) if at >= 0 else None
+        if self._past is not None and length >= self._rules.least_match:
+            first = max(length - self._rules.depth, 0)
+            tail = self._table.tokens_SL[slot, first:length].tolist()
             other = self._past.text.find(tail, self._rules)
             if other is not None and (match is None or other.score > match.score):
                 return other
@@ -227,47 +229,56 @@ class Lookups:
     def _copy_guesses(self, slot_R: Rows, length_R: Longs) -> None:
         """Of matches in the requests themselves. At the end of a sequence they go round, as in a
         loop."""
-        from_R = self._from_S[slot_R]
-        has_R = from_R >= 0
-        slot_M, from_M, length_M = slot_R[has_R], from_R[has_R], length_R[has_R]
-        index_C = np.arange(self._guess_SC.shape[1])
+        at = (self._from_S.take(slot_R) >= 0).nonzero()[0]
+        if not len(at):
+            return
+        slot_M, length_M, index_C = slot_R.take(at), length_R.take(at), self._index_C
+        from_M = self._from_S.take(slot_M)
         at_MC = from_M[:, None] + index_C % (length_M - from_M)[:, None]
         guess_MC = self._table.tokens_SL[slot_M[:, None], at_MC]
-        is_first_M = self._followed_S[slot_M] == 0
-        is_cut_MC = (index_C >= self._limit_S[slot_M][:, None]) & is_first_M[:, None]
+        is_first_M = self._followed_S.take(slot_M) == 0
+        is_cut_MC = (index_C >= self._limit_S.take(slot_M)[:, None]) & is_first_M[:, None]
         self._guess_SC[slot_M] = np.where(is_cut_MC, -1, guess_MC)
 
     def _offer(self, slot_R: Rows, length_R: Longs) -> None:
-        """Decide how much of the continuations a step may verify. The drafter is expected to have
+        """Decide how much of the continuations a step may verify. A drafter is expected to have
         `expected_R` drafts accepted instead."""
-        has_R = self._guess_SC[slot_R, 0] >= 0
+        has_R = self._guess_SC[:, 0].take(slot_R) >= 0
         without = slot_R[~has_R]
         self._continuations.drop_looked_up(without)
-        self._draft_lengths.is_sure_S[without] = False
+        self._draft_lengths.use_S[without] = 1.0
+        if len(without) == len(slot_R):
+            return
         slot_R, length_R = slot_R[has_R], length_R[has_R]
         guess_RC = self._guess_SC[slot_R]
         num_R = (guess_RC >= 0).sum(axis=1)
         rate_R = self._rate(slot_R)
-        known_R = np.minimum(self._length_S[slot_R] + self._followed_S[slot_R], self._rules.depth)
+        known_R = self._length_S.take(slot_R) + self._followed_S.take(slot_R)
+        known_R = np.minimum(known_R, self._rules.depth)
         most_R = np.maximum(((known_R + 1) * self._rules.factor).astype(np.int64), 1)
-        most_R = np.minimum(most_R, self._most_S[slot_R])
+        most_R = np.minimum(most_R, self._most_S.take(slot_R))
         if self._is_adaptive:
-            most_R = np.minimum(most_R, (_LOG_WORTH / np.log(rate_R)).astype(np.int64))
-        expected_R = self._draft_lengths.expected()[slot_R].astype(np.float64)
-        least_R = least_drafts(rate_R, expected_R)
-        is_offered_R = (least_R > 0) & (least_R <= most_R)
-        is_sure_R = is_offered_R & (rate_R >= SURE) & (most_R > expected_R)
-        is_sure_R &= num_R == guess_RC.shape[1]
-        end_R = np.where(is_offered_R, length_R + num_R, 0)
+            worth = log(self._draft_lengths.least_worth)
+            most_R = np.minimum(most_R, (worth / np.log(rate_R)).astype(np.int64))
+        least_R, is_offered_R = np.ones_like(most_R), most_R > 0
+        if self._draft_lengths.max_k:
+            expected_R = self._draft_lengths.expected(slot_R).astype(np.float64)
+            least_R = least_drafts(rate_R, expected_R)
+            is_offered_R = (least_R > 0) & (least_R <= np.minimum(most_R, num_R))
+            # The drafter drafts for the step after the next. If both of them take the continuation
+            # and all of it is right, that step takes it too.
+            is_long_R = is_offered_R & (num_R == guess_RC.shape[1])
+            self._draft_lengths.use_S[slot_R] = 1.0 - is_long_R * rate_R ** (2 * (most_R + 1))
+        end_R = (length_R + num_R) * is_offered_R
         self._continuations.offer_all(Offers(slot_R, length_R, guess_RC, end_R, most_R, least_R))
-        self._draft_lengths.is_sure_S[slot_R] = is_sure_R
 
     def _rate(self, slot_R: Rows) -> Doubles:
         """How often a token of each continuation is right if those before it are."""
-        known_R = np.minimum(self._length_S[slot_R], LONGEST_RATED)
-        of_all_R = self._rates.right_N[known_R] / self._rates.tried_N[known_R]
+        known_R = np.minimum(self._length_S.take(slot_R), LONGEST_RATED)
+        of_all_R = (self._rates.right_N / self._rates.tried_N).take(known_R)
         own = self._row_rates
-        rate_R = (own.right_N[slot_R] + TRUST * of_all_R) / (own.tried_N[slot_R] + TRUST)
+        rate_R = own.right_N.take(slot_R) + TRUST * of_all_R
+        rate_R /= own.tried_N.take(slot_R) + TRUST
         clipped_R: Doubles = rate_R.clip(0.001, 0.999)
         return clipped_R
 

@@ -14,6 +14,7 @@ from paceline.errors import ConfigError
 from paceline.request import Done, EngineRequest
 from paceline.scheduler.allocator import Allocator
 from paceline.scheduler.constraints import Constraints
+from paceline.scheduler.continuations import NO_ROWS
 from paceline.scheduler.events import Ended, Events, MaskFiller, TokenConstraint
 from paceline.scheduler.inflight import Flight, Rows
 from paceline.scheduler.live_request import LiveRequest
@@ -233,7 +234,8 @@ class Scheduler:
         host_drafts, is_forced_R = self.continuations.drafts(slots, k_B)
         samples_B: Bools = np.ones(len(slots) + len(chunks), np.bool_)
         k = int(k_B.max()) if len(slots) else 0
-        draft_k_B = self._draft_lengths.proposed(self._draft_k_S, slots)
+        wanted_B = k_B if self._draft_k_S is k_S else self._draft_k_S.take(slots)
+        draft_k_B = self._draft_lengths.proposed(wanted_B, slots)
         if chunks:
             more_k: list[int] = []
             wanted_S = self._wanted_drafts(self.num_steps, samples_S)
@@ -281,7 +283,8 @@ class Scheduler:
             result.prompt_logprobs = self._new_prompt_logprobs(result)
         if flight.strays and (wasted := self._settle_strays(flight, result)):
             result.drop(wasted)
-        taken = self.continuations.taken(flight)
+        is_asked = self._draft_lengths.learns or any(flight.is_forced_R)
+        taken = self.continuations.taken(flight) if is_asked else NO_ROWS
         result.num_forced_B = _num_forced(taken, flight, result)
         table.commit(flight, result)
         if self._marks is not None:

@@ -48,7 +48,8 @@ class StepCost:
         """A step of this size, with k draft passes that made `drafts`, took so long."""
         if seconds <= 0.0:
             return
-        size_F = self._sizes(np.array([tokens]), k, drafts, kv_tokens)[0]
+        beyond = (max(tokens - knot, 0.0) for knot in KNOTS)  # the row that _sizes makes, faster
+        size_F = np.array([1.0, tokens, *beyond, k, drafts, kv_tokens]) * self._prior_F
         if not self._unit_s:
             self._unit_s = seconds / float(size_F.sum())
         expected = float(size_F @ self._share_F) or 1.0
@@ -116,21 +117,27 @@ def choose(
     ks: Sequence[int],
     kv_tokens: int = 0,
     *,
+    base: tuple[float, float] | None = None,
     is_padded: bool = False,
 ) -> Choice:
     """The drafts with the most expected tokens per time. `survival_RK` is the chance that a draft
     and all before it are accepted; 0: not allowed.
 
     A draft is admitted if its survival, times the time that a token is worth, exceeds what it adds
-    to the step. `ks` are the possible numbers of draft passes, 0 first. `is_padded`: all rows are
+    to the step. `ks` are the possible numbers of draft passes, 0 first. `base`: tokens that the
+    step computes and emits without these drafts, if not one of each row. `is_padded`: all rows are
     as wide as the widest, so the drafts of narrower ones are free.
     """
     rows = len(survival_RK)
+    computed, emitted = base or (rows, rows)
     # Time by the number of admitted drafts; passes are added below.
     drafts_N = np.arange(survival_RK.size + 1)
-    time_N = cost.times(rows + drafts_N, 0, drafts_N, kv_tokens)
-    with_pass, without = cost.times([rows], 1, 0)[0], cost.times([rows], 0, 0)[0]
-    best = Choice(0, 1.0, rows / float(time_N[0]))
+    time_N = cost.times(computed + drafts_N, 0, drafts_N, kv_tokens)
+    per_pass = float(cost.times([rows], 1, 0)[0] - cost.times([rows], 0, 0)[0])
+    best = Choice(0, 1.0, emitted / float(time_N[0]))
+    # No draft costs less than the first one and its share of a pass.
+    if survival_RK.max() <= best.rate * (time_N[1] - time_N[0] + per_pass / rows):
+        return best
     for k in ks[1:]:
         if is_padded:
             least_N: Any = np.array([_LEAST])
@@ -143,7 +150,7 @@ def choose(
             own_N = time_N[1 : 1 + len(least_N)]
         if not len(least_N):
             continue
-        rate_N = (rows + gain_N) / (own_N + k * (with_pass - without))
+        rate_N = (emitted + gain_N) / (own_N + k * per_pass)
         at = int(rate_N.argmax())
         if rate_N[at] > best.rate:
             best = Choice(k, float(least_N[at]), float(rate_N[at]))

@@ -69,9 +69,12 @@ class Recording:
     seen: list[Drafted] = field(default_factory=list)
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, requests: Sequence[EngineRequest]) -> None:
+    def run(
+        self, requests: Sequence[EngineRequest], grammars: dict[int, Any] | None = None
+    ) -> None:
+        """`grammars`: by request."""
         self.prompts |= {r.uid: list(r.prompt_token_ids) for r in requests}
-        add_all(self.engine, requests)
+        add_all(self.engine, requests, grammars or {})
         finish(self.engine)
 
     def sequences(self) -> list[list[int]]:

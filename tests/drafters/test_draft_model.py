@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from paceline.scheduler.continuations import Continuations
+from paceline.scheduler.inflight import Flight
 from tests.drafters.recording import LLAMA_LIMIT, Recording, recorded
 from tests.e2e.engines import draft_model
 from tests.e2e.ladder import PROMPTS, Workshop
 from tests.e2e.loop import request
+from tests.e2e.test_forced import Stairs
 
 Check = Callable[[Recording], None]
 
@@ -41,6 +45,35 @@ def test_drafts_equal_greedy_decoding_of_the_draft_model(
     with recorded(workshop, draft_model(workshop, k), max_num_batched_tokens=17) as seen:
         seen.run([request(i, p, max_tokens=10) for i, p in enumerate(PROMPTS)])
         check(seen)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("host", ["forced", "suffix"])
+def test_accepted_drafts_of_the_host_leave_no_hole(
+    workshop: Workshop, check: Check, host: str, is_fixed: bool
+) -> None:
+    """The draft model has not seen them: its next pass computes all of them, not the last two."""
+    spec = draft_model(workshop, 2)
+    if host == "suffix":
+        past = {"suffix_decoding_max_cached_requests": 4}
+        spec |= {"method": ["suffix", "draft_model"], **past}
+    widths: list[int] = []
+    taken = Continuations.taken
+
+    def counted(self: Continuations, flight: Flight) -> Any:
+        widths.extend(map(len, self.taken_tokens(flight).values()))
+        return taken(self, flight)
+
+    grammars = {i: Stairs(6) for i in range(6)} if host == "forced" else {}
+    prompts = PROMPTS[2:5] * 2  # the answers to the second three are known
+    with (
+        recorded(workshop, spec, is_fixed=is_fixed, max_num_seqs=3, block_size=4) as seen,
+        patch.object(Continuations, "taken", counted),
+    ):
+        requests = [request(i, p, ignore_eos=True, max_tokens=24) for i, p in enumerate(prompts)]
+        seen.run(requests, grammars)
+        check(seen)
+    assert max(widths) > 3
 
 
 @pytest.mark.parametrize("ending", [{"max_tokens": 1}, {"stop_token_ids": list(range(3, 27))}])

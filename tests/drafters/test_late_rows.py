@@ -9,7 +9,9 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.drafters.autoregressive import AutoregressiveDrafter, FeatureHead
+from paceline.runner.compact_rows import CompactRows
 from paceline.runner.platform_cpu import MOST_LATE
+from paceline.scheduler.step_cost import Choice
 from tests.drafters.recording import Recording, recorded
 from tests.e2e.engines import head
 from tests.e2e.ladder import PROMPTS, Workshop
@@ -110,22 +112,48 @@ def test_nothing_is_put_off_where_pages_go_while_a_request_runs(workshop: Worksh
 
 
 def test_each_row_makes_its_own_number_of_drafts(workshop: Workshop) -> None:
-    """Rows leave the passes one after the other."""
+    """Rows leave the passes one after the other, and no pass runs without rows."""
     widths: list[list[int]] = []
-    propose = AutoregressiveDrafter.propose
+    passes: list[int] = []
+    propose, next_pass = AutoregressiveDrafter.propose, CompactRows.next
 
     def listening(self: AutoregressiveDrafter, step: Any) -> None:
         propose(self, step)
         widths.append([step.num_drafting(j) for j in range(step.k)])
 
+    def counted(self: CompactRows, j: int, token_B: Any, *rest: Any, **options: Any) -> Any:
+        passes.append(len(token_B))
+        return next_pass(self, j, token_B, *rest, **options)
+
     with (
         patch.object(AutoregressiveDrafter, "propose", listening),
+        patch.object(CompactRows, "next", counted),
         recorded(workshop, head(workshop, "eagle", 5), max_num_seqs=4) as seen,
     ):
-        seen.run([request(i, LONG[i : 20 + i], ignore_eos=True, num_speculative_tokens=k)
+        seen.run([request(9, LONG[2:22], ignore_eos=True)])
+        stops = {2: seen.published[9][8:9]}  # the row that wants most ends before its last token
+        seen.run([request(i, LONG[i : 20 + i], ignore_eos=True, num_speculative_tokens=k,
+                          stop_token_ids=stops.get(i))
                   for i, k in enumerate((2, 0, 5, 1))])  # fmt: skip
         check(seen, workshop, "eagle")
     assert [3, 2, 1, 1, 1] in widths
+    assert any(w and w[-1] == 0 < w[0] for w in widths), "the others go on"
+    assert min(passes) > 0
+
+
+def test_a_chain_leaves_no_hole(workshop: Workshop, kind: str) -> None:
+    """Rows pass between the host's drafts, the head's and none, as `auto` decides."""
+    chain = {"method": ["suffix", kind], "adaptive": True, "suffix_decoding_max_cached_requests": 4}
+    options: dict[str, Any] = {"max_num_seqs": 3, "block_size": 4}
+    if kind == "mtp":
+        options["model"] = workshop.head_folder("llama", "mtp")
+    with recorded(workshop, head(workshop, kind, 3) | chain, **options) as seen:
+        lengths = seen.engine.scheduler._draft_lengths
+        for turn in range(2):  # the answers to the second three are known
+            seen.run([request(3 * turn + i, LONG[9 * i :][:30], ignore_eos=True, max_tokens=60)
+                      for i in range(3)])  # fmt: skip
+            lengths._rank.decode = Choice(3, 0.0, 1.0)  # the head drafts again
+        check(seen, workshop, kind)
 
 
 def draft_tokens_of_itself(folder: str, **options: Any) -> tuple[int, int]:

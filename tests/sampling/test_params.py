@@ -10,7 +10,8 @@ import torch
 
 from paceline.kernels.sampling.reference import Knobs, distributions, thresholds
 from paceline.request import MAX_BAD_WORD_TOKENS, EngineRequest, SamplingParams
-from paceline.sampling.params import mode_of, pack_bits, slot_rows
+from paceline.sampling.params import mode_of, slot_rows
+from paceline.sampling.processors import pack_bits
 from paceline.sampling.verify import SamplingMode
 from paceline.state.slots import BAD_WORDS, LOGPROBS, PENALTIES, Slots
 

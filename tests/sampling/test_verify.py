@@ -14,7 +14,7 @@ from paceline.kernels.rows import WindowRows
 from paceline.kernels.sampling.reference import Knobs, distributions
 from paceline.kernels.verify.reference import ROWS_AT_ONCE
 from paceline.request import Done, EngineRequest, SamplingParams
-from paceline.sampling.params import pack_bits
+from paceline.sampling.processors import pack_bits
 from paceline.sampling.verify import SamplingMode, Synthetic, conditional_rates, synthetic_rates
 from paceline.state.slots import LOGPROBS, MIN_TOKENS, PENALTIES, Slots
 from tests.kernels.cases.step import COIN_SEEDS

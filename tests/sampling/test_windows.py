@@ -12,7 +12,8 @@ from torch import Tensor
 from paceline.kernels.processors.reference import LateBits
 from paceline.kernels.rows import WindowRows
 from paceline.request import EngineRequest, SamplingParams
-from paceline.sampling.params import features_of, slot_rows
+from paceline.sampling.params import slot_rows
+from paceline.sampling.processors import features_of
 from paceline.sampling.verify import SamplingMode, Synthetic
 from paceline.state.slots import Slots
 from tests.sampling.verifying import accept

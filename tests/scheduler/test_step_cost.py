@@ -275,3 +275,78 @@ def test_k_by_batch_size_is_a_limit_and_gaps_keep_the_last(number: object) -> No
     most = [5, 5, 5, 1, 1, 1, 1, 0, 0, 0, 0, 0]
     assert all(k <= limit for k, limit in zip(found, most, strict=True))
     assert number == "auto" or found == most
+
+
+def run_chain(
+    draft: DraftLengths, share: float, steps: int, chance: float = 0.9, first: int = 1
+) -> tuple[float, float]:
+    """One request. In a share of its steps seven drafts of the host are verified, in the others
+    those of the drafter, which cost as much as half a step each. Returns the tokens of a second,
+    and the drafts that the drafter makes in a step."""
+    rng, slots, made, emitted, time_s = np.random.default_rng(1), np.arange(1), 0, 0, 0.0
+    drafts = 0
+    for step in range(first, first + steps):
+        is_host = rng.random() < share
+        k_B = draft.wanted(step, 1)[:1].copy()
+        count, right = (7, 0.97) if is_host else (min(drafts, int(k_B[0])), chance)
+        accepted = next((j for j in range(count) if rng.random() > right), count)
+        drafts = int(draft.proposed(k_B, slots)[0])
+        seconds = 0.01 + 0.001 * count + 0.005 * drafts
+        one, k_B[0] = np.ones(1, np.int32), count
+        plan = StepPlan(step, count, slots, slots.astype("i4"), k_B + 1, k_B, one > 0, one * 90)
+        plan.draft_k, plan.draft_k_B = drafts, one * drafts
+        counts = one * np.int32(count), one * np.int32(accepted)
+        result = StepResult(step, slots, one, one[:, None], 0 * one, *counts)
+        result.device_start_s, result.device_end_s = time_s, time_s + seconds
+        draft.learn(slots, k_B, result, np.arange(int(is_host)))
+        draft.measure(plan, slots, result, 90)
+        time_s, made, emitted = time_s + seconds, made + drafts, emitted + 1 + accepted
+    return emitted / time_s, made / steps
+
+
+CHAIN = {"method": ["suffix", "eagle"], "model": "head", "num_speculative_tokens": K}
+
+
+def chain_lengths() -> DraftLengths:
+    """Of a chain with a fixed K."""
+    spec = SpeculativeConfig.from_mapping(CHAIN)
+    draft = DraftLengths(runner_info(max_k=K, num_slots=2), spec)
+    draft.start(0, None)
+    return draft
+
+
+def test_a_drafter_that_costs_more_than_it_brings_rests_beside_the_host() -> None:
+    """Alone it pays. Where the host has nine of ten steps, a token takes too little time."""
+    draft = chain_lengths()
+    run_chain(draft, 0.0, 400)
+    assert run_chain(draft, 0.0, 200, first=401)[1] > 0.7
+    run_chain(draft, 0.9, 200, first=601)
+    assert run_chain(draft, 0.9, 200, first=801)[1] < 0.1
+    run_chain(draft, 0.0, 200, first=1001)
+    assert run_chain(draft, 0.0, 200, first=1201)[1] > 0.7, "it is tried again"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("chance", [0.02, 0.6, 0.95])
+def test_a_chain_is_as_fast_as_the_better_of_its_drafters(share: float, chance: float) -> None:
+    draft, alone = chain_lengths(), chain_lengths()
+    run_chain(draft, share, 300, chance)
+    run_chain(alone, 0.0, 300, chance)
+    chain, _ = run_chain(draft, share, 400, chance, first=301)
+    drafter, _ = run_chain(alone, 0.0, 400, chance, first=301)
+    nothing = chain_lengths()
+    nothing.start(0, 0)
+    host, _ = run_chain(nothing, share, 400, chance, first=301)
+    assert chain > 0.97 * max(drafter, host)
+
+
+def test_drafts_that_the_host_will_replace_are_not_made() -> None:
+    draft = chain_lengths()
+    draft.start(1, None)
+    run_chain(draft, 0.0, 200)
+    k_S = draft.wanted(205, 2)
+    draft.use_S[:] = 1.0, 0.1
+    made = draft.proposed(k_S, np.arange(2))
+    assert made[0] == k_S[0] > 0
+    assert made[1] == 0
+    assert k_S[1] > 0

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from paceline.scheduler.lookups import least_drafts
-from paceline.scheduler.suffixes import MOST_OCCURRENCES, LookupRules, PastAnswers, Text
+from paceline.scheduler.suffixes import (
+    MOST_OCCURRENCES,
+    LookupRules,
+    OwnTexts,
+    PastAnswers,
+    Text,
+)
 
 
 def by_force(text: list[int], tail: list[int], rules: LookupRules) -> tuple[float, set[int]] | None:
@@ -71,16 +77,50 @@ def test_a_text_finds_what_a_search_by_force_finds(vocab: int, factor: float) ->
     assert num_found > 10
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_many_tokens_at_once_make_the_links_of_one_by_one(width: int) -> None:
-    rng = random.Random(width)
-    tokens = [rng.randrange(9) for _ in range(700)]
-    slow, fast = Text(width), Text(width)
-    for token in tokens:
-        slow.extend([token])
-    for start in range(0, 700, 175):
-        fast.extend(tokens[start : start + 175])
-    assert (slow.tokens, slow._links, slow._newest) == (fast.tokens, fast._links, fast._newest)
+def test_running_requests_find_what_a_text_finds() -> None:
+    """Several slots at once, in steps of different lengths; slots are used again."""
+    rng, slots, longest = random.Random(4), 3, 80
+    tokens_SL = np.zeros((slots, longest), np.int32)
+    num_found = num_missed = 0
+    for turn in range(60):
+        width = 1 + turn % 2
+        rules = LookupRules(least_match=width, depth=rng.choice([2, 3, 8, 24]))
+        own, texts = OwnTexts(tokens_SL, width), [Text(width) for _ in range(slots)]
+        for slot in range(slots):
+            own.start(slot, longest)
+            tokens_SL[slot] = [rng.randrange(rng.choice([3, 9])) for _ in range(longest)]
+        stop_S = np.ones(slots, np.int64)
+        while stop_S.max() < longest - 9:
+            stop_S += [rng.randint(0, 1 + 8 * (rng.random() < 0.2)) for _ in range(slots)]
+            at_S = own.extend(np.arange(slots), stop_S)
+            lengths_S = own.alone(np.arange(slots), at_S.clip(0), stop_S, rules.depth)
+            for slot, (text, stop, at) in enumerate(zip(texts, stop_S, at_S, strict=True)):
+                text.extend(tokens_SL[slot, len(text) : stop].tolist())
+                wanted = text.find(text.tokens[-rules.depth :], rules) if stop > width else None
+                if at < 0:
+                    num_missed += wanted is not None  # behind two links to other tokens
+                    continue
+                found = own.find(slot, int(at), int(stop), rules)
+                assert found is not None
+                assert wanted is not None
+                assert found[1:] == wanted[1:]
+                if lengths_S[slot]:
+                    assert (found.at, found.length) == (at + 1, lengths_S[slot])
+                num_found += 1
+    assert num_found > 1000
+    assert num_missed < 0.1 * num_found
+
+
+def test_a_slot_forgets_the_request_before() -> None:
+    tokens_SL = np.array([[5, 6, 7, 8, 9, 1, 2, 3]], np.int32)
+    own, slot = OwnTexts(tokens_SL, 2), np.zeros(1, np.intp)
+    own.start(0, 8)
+    assert own.extend(slot, np.array([8])).tolist() == [-1]
+    tokens_SL[0, :4] = 1, 2, 5, 6
+    own.start(0, 8)
+    assert own.extend(slot, np.array([4])).tolist() == [-1]
+    tokens_SL[0, 4:6] = 1, 2
+    assert own.extend(slot, np.array([6])).tolist() == [1]
 
 
 def test_past_answers_are_found_until_others_take_their_place() -> None:
