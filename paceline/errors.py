@@ -60,7 +60,7 @@ class NotFound(PacelineError):
 
 
 class Overloaded(PacelineError):
-    """The waiting queue is full. `retry_after_s` is a hint for the Retry-After header."""
+    """A limit of the server or of a key is reached. `retry_after_s` is for a Retry-After header."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)

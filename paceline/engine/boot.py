@@ -47,15 +47,8 @@ class RankSpawn:
     @classmethod
     def decode(cls, text: str) -> RankSpawn:
         values = json.loads(text)
-        return cls(
-            place=decode_place(values["place"]),
-            plans=tuple(values["plans"]),
-            wake=values["wake"],
-            wake_others=tuple(values["wake_others"]),
-            shared=tuple(values["shared"]),
-            wakes_by_front=values["wakes_by_front"],
-            may_use_gpu=values["may_use_gpu"],
-        )
+        tuples = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+        return cls(**{**values, **tuples, "place": decode_place(values["place"])})
 
 
 def decode_place(values: dict[str, Any]) -> RankPlace:

@@ -19,6 +19,7 @@ from paceline.request import (
     MAX_BAD_WORDS,
     MAX_EOS_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    TOKEN_ID_PARAMS,
     EngineRequest,
     SamplingParams,
     check_count,
@@ -129,8 +130,6 @@ class RequestChecks:
         check_count("eos_token_ids", request.eos_token_ids, MAX_EOS_TOKEN_IDS)
         self._check_ids("end-of-sequence token id", request.eos_token_ids, "eos_token_ids")
         check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        self._check_ids("stop token id", params.stop_token_ids or (), "stop_token_ids")
-        self._check_ids("logit_bias token id", params.logit_bias or (), "logit_bias")
         if params.structured_outputs is not None:
             for name in ("after_token_ids", "opening_token_ids"):
                 ids = getattr(params.structured_outputs, name)
@@ -141,7 +140,8 @@ class RequestChecks:
                 f"allowed_token_ids has {len(allowed)} entries; the vocabulary has {vocab_size}.",
                 param="allowed_token_ids",
             )
-        self._check_ids("allowed token id", allowed, "allowed_token_ids")
+        for name in TOKEN_ID_PARAMS:
+            self._check_ids(f"{name}: token id", getattr(params, name) or (), name)
         if len(words) > MAX_BAD_WORDS:
             raise InvalidRequest(
                 f"bad_words come to {len(words)} token sequences; {MAX_BAD_WORDS} can be kept.",

@@ -378,6 +378,8 @@ class EngineClient:
         closed = self.requests.router.closed
         if isinstance(change, Back):
             closed -= {*change.replicas}
+            for replica in change.replicas:
+                self.stats.ranks[replica].is_restarting = False
         else:
             closed |= {*change.replicas}
         if isinstance(change, Lost):
@@ -385,14 +387,12 @@ class EngineClient:
             tensor_parallel = self._supervisor.layout.tensor_parallel
             self._draining_ranks.pop(change.replicas.start * tensor_parallel, None)  # done so
             self.stats.restarts[change.cause] += 1
-            self.stats.restart_reason = change.reason
             retry = self.config.device.retry or change.cause == DRAINED
             error = EngineDead(change.reason)
             num_slots = self.info.num_slots if change.cause == DIED else 0
             for replica in change.replicas:
-                self.stats.forget(replica)
+                self.stats.lose(replica, change.cause, change.reason)
                 self.requests.lose(replica, error, retry=retry, num_slots=num_slots)
-        self.stats.num_restarting = self.stats.num_replicas - len(self._supervisor.serving)
         with contextlib.suppress(EngineDead):  # `pump` reports it
             self._send_unplaced()
             if self._is_draining and isinstance(change, Back):

@@ -12,11 +12,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
-from paceline.config import EngineConfig
+from paceline.config import GIB, EngineConfig
 from paceline.engine.boot import RankSpawn, Start
-from paceline.engine.launch import DEFAULT_FACTORY, EngineHandle, EngineThread, start_ranks
+from paceline.engine.launch import (
+    DEFAULT_FACTORY,
+    EngineHandle,
+    EngineProcess,
+    EngineThread,
+    start_ranks,
+)
 from paceline.engine.life import GroupWatch, RankWatch
 from paceline.engine.messages import (
     Control,
@@ -59,6 +66,16 @@ class _StartClock:
         return taken_s
 
 
+def smallest_of(infos: Sequence[RunnerInfo]) -> RunnerInfo:
+    """The first, with the sizes of the smallest replica."""
+    return replace(
+        infos[0],
+        num_pages=min(info.num_pages for info in infos),
+        num_slots=min(info.num_slots for info in infos),
+        max_model_len=min(info.max_model_len for info in infos),
+    )
+
+
 class Cluster:
     """One process for each rank, or a single rank in a thread. Build it with `launch`."""
 
@@ -95,10 +112,10 @@ class Cluster:
         if nodes is not None:
             return cls(where, *nodes.start_group(config, where, factory))
         may_use_gpu = config.device.device != "cpu"
-        ranks, beats = start_ranks(factory, where, may_use_gpu=may_use_gpu)
-        by_rank = dict(enumerate(ranks))
-        watch = RankWatch(beats, by_rank, config.device.stall_timeout, where.first_rank)
-        return cls(where, ranks, watch)
+        start = partial(EngineProcess, factory)
+        ranks, beats = start_ranks(start, where, may_use_gpu=may_use_gpu)
+        watch = RankWatch(beats, ranks, config.device.stall_timeout, where.first_rank)
+        return cls(where, list(ranks.values()), watch)
 
     # ---- the beginning
 
@@ -109,12 +126,6 @@ class Cluster:
             with contextlib.suppress(ChannelClosed):  # it has reported why
                 self._channels.send(rank, frame)
         self._stall_s = config.device.stall_timeout
-
-    def await_ready(self, progress: Callable[[str, float], None] | None) -> RunnerInfo:
-        """Return when every rank serves."""
-        while not self.look_ready(progress, None):
-            pass
-        return self.info()
 
     def look_ready(
         self, progress: Callable[[str, float], None] | None, timeout_s: float | None
@@ -133,21 +144,18 @@ class Cluster:
         if self._words or self.is_over:
             raise self._start_error()
         if is_starting and len(self._infos) == len(self._ranks):
-            self._startup_s = self._start_clock.stop()
+            self._startup_s, info = self._start_clock.stop(), self.info()
+            num_tokens, size = info.num_pages * info.page_size, info.kv_cache_bytes / GIB
+            kind = info.kv_cache_dtype
+            logger.info("KV cache of a rank: %d tokens in %s, %.2f GiB", num_tokens, kind, size)
             if self._watch is not None:  # loading has no deadline
                 self._watch.start()
         return len(self._infos) == len(self._ranks)
 
     def info(self) -> RunnerInfo:
         """The sizes are those of the smallest replica."""
-        leaders = [self._infos[rank] for rank in self.layout.leaders()]
-        return replace(
-            leaders[0],
-            num_pages=min(info.num_pages for info in leaders),
-            num_slots=min(info.num_slots for info in leaders),
-            max_model_len=min(info.max_model_len for info in leaders),
-            startup_s=self._startup_s,
-        )
+        smallest = smallest_of([self._infos[rank] for rank in self.layout.leaders()])
+        return replace(smallest, startup_s=self._startup_s)
 
     def _start_error(self) -> PacelineError:
         rank, reason = self._first_to_go()
@@ -158,14 +166,6 @@ class Cluster:
         return EngineDead(f"The engine could not start: {who}{reason}")
 
     # ---- messages
-
-    @property
-    def num_replicas(self) -> int:
-        return self.layout.data_parallel
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self._ranks)
 
     @property
     def pids(self) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.engine.grammar_schema import prepared_schema
-from paceline.engine.structural_tags import structural_tag_grammar
+from paceline.engine.structural_tags import structural_tag_grammar, with_ascii_classes
 from paceline.errors import InvalidGrammar, cut
 from paceline.request import StructuredOutputsParams
 
@@ -33,7 +33,7 @@ def grammar_text(params: StructuredOutputsParams, specials: Mapping[str, int]) -
         return json.dumps({"grammars": [{"json_schema": prepared_schema(schema, params)}]})
     if kind == "regex":
         assert params.regex is not None
-        return LLMatcher.grammar_from_regex(params.regex)
+        return LLMatcher.grammar_from_regex(with_ascii_classes(params.regex))
     if kind == "choice":
         assert params.choice is not None
         if len(params.choice) > MAX_CHOICES:
@@ -58,7 +58,7 @@ def _parsed(value: str | Mapping[str, Any] | None, name: str) -> Any:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise InvalidGrammar(f"{name} is not JSON: {cut(str(error))}.") from None
-    _check_depth(value, name)
+    _check_depth(value)
     return value
 
 
@@ -66,16 +66,16 @@ def _check_size(params: StructuredOutputsParams) -> None:
     size = len(json.dumps(params.as_dict()))
     if size > MAX_SOURCE_BYTES:
         raise InvalidGrammar(
-            f"{params.kind} has {size} bytes of JSON; the limit is {MAX_SOURCE_BYTES}."
+            f"structured_outputs has {size} bytes of JSON; the limit is {MAX_SOURCE_BYTES}."
         )
 
 
-def _check_depth(value: Any, name: str) -> None:
+def _check_depth(value: Any) -> None:
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise InvalidGrammar(f"{name} is nested more than {MAX_DEPTH} levels deep.")
+            raise InvalidGrammar(f"structured_outputs is nested more than {MAX_DEPTH} levels deep.")
         inner: list[Any] = []
         for entry in level:
             if isinstance(entry, Mapping):

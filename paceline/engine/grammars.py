@@ -51,6 +51,8 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+# Where in a grammar llguidance found an error, and the lines around it.
+_LISTING = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 # What llguidance says -> what the client is told.
 _REASONS = [
     (r"Unimplemented keys: \[([^\]]*)\]", r"JSON Schema keyword \1 is not supported."),
@@ -300,8 +302,12 @@ def _may_be_tried_again(compiled: Future[LLMatcher]) -> bool:
 
 
 def _refusal(kind: str, reason: str) -> InvalidGrammar:
-    """The 400 of a grammar that llguidance refuses: it names what is not supported."""
+    """The 400 of a grammar that llguidance refuses: it names what is not supported. The server puts
+    the field that the client has sent, such as tools, in place of structured_outputs."""
     for pattern, told in _REASONS:
         if (found := re.search(pattern, reason)) is not None:
-            return InvalidGrammar(f"{kind}: {cut(found.expand(told).replace(chr(34), chr(39)))}")
-    return InvalidGrammar(f"{kind} cannot be served: {cut(reason.strip())}")
+            said = found.expand(told).replace('"', "'")
+            return InvalidGrammar(f"structured_outputs: {cut(said)}")
+    if kind != "grammar":  # else it shows a place in the client's grammar
+        reason = _LISTING.sub("", reason)
+    return InvalidGrammar(f"structured_outputs cannot be served: {cut(reason.strip())}")

@@ -234,26 +234,16 @@ _AnyProcess = TypeVar("_AnyProcess", bound=RankProcess)
 
 
 def start_ranks(
-    factory: str, where: RankPlace, *, may_use_gpu: bool = False
-) -> tuple[list[EngineProcess], Beats]:
-    """Start all ranks of a group, or none. Each waits for its `boot.Start` frame. In rank order.
-
-    `where` is the place of the group's first rank.
-    """
-    started, beats = start_some_ranks(
-        lambda spawn: EngineProcess(factory, replace(spawn, may_use_gpu=may_use_gpu)), where
-    )
-    return list(started.values()), beats
-
-
-def start_some_ranks(
     start: Callable[[RankSpawn], _AnyProcess],
     where: RankPlace,
     here: Sequence[int] | None = None,
     listener: socket.socket | None = None,
     plan_links: Mapping[int, socket.socket] = _NO_LINKS,
+    *,
+    may_use_gpu: bool = False,
 ) -> tuple[dict[int, _AnyProcess], Beats]:
-    """Start the ranks of a group that are on this machine, or none. `here` None: all.
+    """Start the ranks of a group that are on this machine, or none. `here` None: all. In rank
+    order; each waits for its `boot.Start` frame. `where` is the place of the group's first rank.
 
     `listener`: the group's first rank is here, and other machines find its store by this socket.
     `plan_links`: see plan_links.py.
@@ -268,7 +258,7 @@ def start_some_ranks(
             spawns[0] = replace(spawns[0], place=place)
         try:
             for spawn in spawns:
-                started[spawn.place.rank] = start(spawn)
+                started[spawn.place.rank] = start(replace(spawn, may_use_gpu=may_use_gpu))
         except BaseException:
             for process in started.values():
                 process.discard()

@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -23,8 +24,10 @@ _FRONT_GRACE_S = 1.0
 _LONGEST_TICK_S = 0.25
 _TICKS = 8  # checks per timeout
 # A loop that computes (a long prompt on a CPU, compilation of a kernel) gets this many timeouts.
+# It computes if its process had more than this share of a core over the whole timeout: other
+# threads, such as the one that reads messages, compute for a moment now and then.
 _WORKING_TIMEOUTS = 30
-_WORKING = 0.05  # above this share of a core the process computes
+_WORKING = 0.05
 
 
 class Beats:
@@ -76,11 +79,12 @@ class LoopWatch:
     def __init__(self, doing: Callable[[], tuple[str, int, float]], timeout_s: float) -> None:
         self._doing = doing
         self._timeout_s = timeout_s
-        self._tick_s = _tick_s(timeout_s)
+        self._limit_s = timeout_s + _LOOP_GRACE_S
         self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._worked_s = 0.0
-        self._num_working = 0  # looks that found the process computing
-        self._idle, self._busy = Stillness(self._tick_s), Stillness(self._tick_s)
+        tick_s = _tick_s(timeout_s)
+        # CPU time at the last looks that found the same stage.
+        self._worked_s: deque[float] = deque(maxlen=int(self._limit_s / tick_s) + 1)
+        self._busy = Stillness(tick_s)
 
     def look(self) -> str | None:
         """Why the loop counts as stuck; None if it waits for messages, advances or computes."""
@@ -88,15 +92,15 @@ class LoopWatch:
         worked_s = time.process_time()
         if stage == "wait":  # the loop may poll the device, which is no work
             worked_s -= time.clock_gettime(self._loop_clock)
-        self._num_working += worked_s - self._worked_s > _WORKING * self._tick_s
-        self._worked_s = worked_s
-        idle_s = self._idle.look((stage, since_s, self._num_working))
         busy_s = self._busy.look((stage, since_s))
+        if not busy_s:
+            self._worked_s.clear()
+        self._worked_s.append(worked_s)
+        if not stage or busy_s <= self._limit_s:
+            return None
         what = f"step {step}" if step else "the loop"
         where = f"(stage {stage!r}, --stall-timeout {self._timeout_s:g})"
-        if not stage or busy_s <= self._timeout_s + _LOOP_GRACE_S:
-            return None
-        if idle_s > self._timeout_s + _LOOP_GRACE_S:
+        if worked_s - self._worked_s[0] <= _WORKING * self._limit_s:
             return f"{what} has not returned for {busy_s:.0f} s {where}"
         if busy_s > _WORKING_TIMEOUTS * self._timeout_s:
             return f"{what} has been computing for {busy_s:.0f} s {where}"
@@ -146,9 +150,10 @@ class RankWatch(threading.Thread):
     ) -> None:
         super().__init__(name="paceline-watch", daemon=True)
         self._beats = beats
-        self._ranks = ranks
+        self._ranks = dict(ranks)  # the caller may forget ranks that have ended
         self._timeout_s = timeout_s
-        self._grace_s = _FRONT_GRACE_S if len(ranks) > 1 else 0.0  # a lone rank has no reporter
+        # In a group, on this machine or others, another rank reports it first.
+        self._grace_s = _FRONT_GRACE_S if len(beats.counts) > 1 else 0.0
         self._first_rank = first_rank  # the engine's number of the first one
         self._over = threading.Event()
         self._verdicts: dict[int, str] = {}

@@ -12,17 +12,15 @@ import hmac
 import json
 import secrets
 import socket
-import struct
 import time
 from typing import Any
 
 from paceline.config import NodeConfig, cluster_key_from_env
-from paceline.engine.transport import read_exactly
+from paceline.engine.transport import framed, read_exactly, read_frame
 from paceline.errors import ConfigError, EngineDead, PacelineError
 
 _MAGIC = b"paceline-link-1\n"
 _SIZE = 32  # bytes of a challenge and of an answer
-_HEADER = struct.Struct("<I")
 _MAX_BYTES = 1 << 20
 HANDSHAKE_S = 10.0  # how long an end has to prove that it knows the key
 _RETRY_S = 0.2
@@ -131,17 +129,13 @@ def keep_alive(sock: socket.socket, timeout_s: float) -> None:
 
 
 def send_json(sock: socket.socket, value: dict[str, Any]) -> None:
-    data = json.dumps(value).encode()
-    sock.sendall(_HEADER.pack(len(data)) + data)
+    sock.sendall(framed(json.dumps(value).encode()))
 
 
 def read_json(sock: socket.socket, give_up_s: float | None = None) -> dict[str, Any] | None:
     """None: the other end is closed, gone, or sent something else."""
     with contextlib.suppress(OSError, ValueError):
-        header = read_exactly(sock, _HEADER.size, give_up_s)
-        if header is None or _HEADER.unpack(header)[0] > _MAX_BYTES:
-            return None
-        data = read_exactly(sock, _HEADER.unpack(header)[0], give_up_s)
+        data = read_frame(sock, give_up_s, _MAX_BYTES)
         value = None if data is None else json.loads(data)
         return value if isinstance(value, dict) else None
     return None

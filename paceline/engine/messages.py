@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.request import EngineRequest, SamplingParams, StructuredOutputsParams
+from paceline.request import (
+    TOKEN_ID_PARAMS,
+    EngineRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from paceline.scheduler.events import Ended as Ended
 from paceline.scheduler.events import Events as Events
 from paceline.scheduler.snapshots import SnapshotStats
@@ -175,10 +180,11 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     """Only fields that differ from the defaults."""
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
-    if params.logit_bias is not None:  # JSON keys are strings
-        values["logit_bias"] = [[int(t), float(v)] for t, v in params.logit_bias.items()]
-    if params.allowed_token_ids is not None:
-        values["allowed_token_ids"] = [int(t) for t in params.allowed_token_ids]
+    for name in TOKEN_ID_PARAMS:
+        if isinstance(ids := values.get(name, ()), Mapping):  # JSON keys are strings
+            values[name] = [[int(token), float(value)] for token, value in ids.items()]
+        elif ids:
+            values[name] = [int(token) for token in ids]
     if params.extra_args is not None:
         values["extra_args"] = dict(params.extra_args)
     if params.structured_outputs is not None:
@@ -188,11 +194,9 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 def _params_from_json(values: dict[str, Any]) -> SamplingParams:
     """Without checks; the engine checks the request as a whole."""
-    if "logit_bias" in values:
-        values["logit_bias"] = dict(values["logit_bias"])
     for name, value in values.items():
         if type(value) is list:
-            values[name] = tuple(value)
+            values[name] = dict(value) if name in _ID_MAPPINGS else tuple(value)
     if "structured_outputs" in values:
         values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     params = object.__new__(SamplingParams)
@@ -201,6 +205,7 @@ def _params_from_json(values: dict[str, Any]) -> SamplingParams:
     return params
 
 
+_ID_MAPPINGS = {f.name for f in fields(SamplingParams) if str(f.type).startswith("Mapping[int")}
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
 
 

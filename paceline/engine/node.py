@@ -11,13 +11,13 @@ import logging
 import select
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine import link
 from paceline.engine.boot import RankSpawn, decode_place
-from paceline.engine.launch import RankProcess, start_some_ranks
+from paceline.engine.launch import RankProcess, start_ranks
 from paceline.engine.life import RankWatch
 from paceline.engine.nodes import shared_options
 from paceline.engine.plan_links import PlanLinks
@@ -125,7 +125,6 @@ class Node:
             sock = self._call(_CALL_S)
             link.send_json(sock, {"kind": "rank", "launch": launch, "rank": spawn.place.rank})
             link.keep_alive(sock, self._config.device.stall_timeout)
-            spawn = replace(spawn, may_use_gpu=order["may_use_gpu"])
             return RankProcess(str(order["factory"]), spawn, sock)
 
         leaders = {int(peer): str(address) for peer, address in order["leaders"].items()}
@@ -135,7 +134,10 @@ class Node:
                 place.layout, leaders, order["ranks"], self._key, self._config.device.stall_timeout
             )
             opened = links.open(ends, mine.get("plans"), self._config.nodes.node_address)
-            ranks, beats = start_some_ranks(start, place, order["ranks"], mine.get("store"), opened)
+            ranks, beats = start_ranks(
+                *(start, place, order["ranks"], mine.get("store"), opened),
+                may_use_gpu=order["may_use_gpu"],
+            )
         watch = RankWatch(beats, ranks, self._config.device.stall_timeout, place.first_rank)
         self._groups[launch] = _Group(ranks, watch)
 

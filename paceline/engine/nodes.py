@@ -13,12 +13,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from paceline import __version__
 from paceline.config import EngineConfig
 from paceline.engine import link
-from paceline.engine.launch import EngineHandle, EngineProcess, start_some_ranks, tell_to_stop
+from paceline.engine.launch import EngineHandle, EngineProcess, start_ranks, tell_to_stop
 from paceline.engine.life import RankWatch
 from paceline.engine.plan_links import PlanLinks
 from paceline.engine.transport import Channel
@@ -286,17 +287,20 @@ class Nodes:
 
     # ---- waits
 
-    def await_all(self) -> None:
-        """Return when every rank has a node. Raises which is missing."""
+    def await_all(self) -> dict[int, RemoteNode | None]:
+        """The node of each rank of the engine, when every rank has one; None: this machine. Raises
+        which is missing."""
         limit_s = self._config.nodes.join_timeout
         needed = set(range(layout_of(self._config).num_ranks))
 
         def missing() -> list[int]:
             return sorted(needed - set(self._homes()))
 
-        if missing():
-            logger.info("waiting for the nodes of ranks %s", missing())
-        self._wait(lambda: not missing(), limit_s, lambda: self._absent(missing(), limit_s))
+        with self._changed:  # so that no node is lost between the wait and the answer
+            if missing():
+                logger.info("waiting for the nodes of ranks %s", missing())
+            self._wait(lambda: not missing(), limit_s, lambda: self._absent(missing(), limit_s))
+            return self._homes()
 
     def _absent(self, ranks: list[int], limit_s: float) -> str:
         num_nodes = self._config.nodes.nnodes
@@ -321,7 +325,7 @@ class Nodes:
                 raise EngineDead(error())
 
     def _homes(self) -> dict[int, RemoteNode | None]:
-        """The node of each rank of the engine; None: this machine."""
+        """The node of each rank that has one; None: this machine."""
         homes: dict[int, RemoteNode | None] = dict.fromkeys(self._part.ranks)
         for node in self._joined.values():
             if not node.is_gone:
@@ -334,11 +338,10 @@ class Nodes:
         self, config: EngineConfig, where: RankPlace, factory: str
     ) -> tuple[list[EngineHandle], NodesWatch]:
         """Start the ranks of a group, each on its machine. In rank order."""
-        self.await_all()
+        homes = self.await_all()
         with self._changed:
             self._num_launches += 1
             launch = self._launches[self._num_launches] = _Launch(self._num_launches)
-            homes = self._homes()
         parts: dict[RemoteNode | None, list[int]] = {}
         for rank in range(where.layout.num_ranks):
             parts.setdefault(homes[where.first_rank + rank], []).append(rank)
@@ -359,10 +362,8 @@ class Nodes:
                     node.tell(do="start", **order)
                 if None in parts:
                     links = self._links(where.layout, leaders, parts[None])
-                    local, beats = start_some_ranks(
-                        lambda spawn: EngineProcess(
-                            factory, replace(spawn, may_use_gpu=may_use_gpu)
-                        ),
+                    local, beats = start_ranks(
+                        partial(EngineProcess, factory),
                         self._place(where, homes, None),
                         parts[None],
                         launch.listeners.get("store"),
@@ -371,6 +372,7 @@ class Nodes:
                             launch.listeners.get("plans"),
                             check=lambda: self._check(launch, others),
                         ),
+                        may_use_gpu=may_use_gpu,
                     )
                     started |= local
                     watch = RankWatch(beats, local, config.device.stall_timeout, where.first_rank)

@@ -122,7 +122,7 @@ class OpenRequests:
         the reason is known when all ranks have reported."""
         self._stats.take(message, replica)
         if message.events:
-            self._take_events(message.events)
+            self._take_events(replica, message.events)
         result = message.result
         uids: list[int] = result.uid_B.tolist()
         for entry in result.prompt_logprobs:
@@ -139,7 +139,7 @@ class OpenRequests:
             result.num_accepted_B.tolist(),
             strict=True,
         )
-        forced_B = result.num_forced_B
+        forced_B, num_generated = result.num_forced_B, 0
         for row, (uid, count, tokens, done, num_drafts, num_accepted) in enumerate(rows):
             output = self._open.get(uid)
             if output is None:
@@ -156,10 +156,13 @@ class OpenRequests:
                 metrics.first_token_time = now
             delta = output.take(tokens[:count], _DONE[done], logprobs.get(row))
             output.name_sources(delta, num_accepted, num_forced)
+            num_generated += len(delta.token_ids)
             self._add(uid, output, delta)
             if output.finished and not done:
                 # A stop string ended it, which the engine does not know.
                 self._to_abort.setdefault(replica, []).append(uid)
+        self._stats.num_generated_tokens += num_generated
+        self._stats.ranks[replica].num_generated_tokens += num_generated
         for ended in message.events.ended:
             self._let_go(ended.uid)
             if ended.error != EngineDead.__name__:
@@ -201,15 +204,17 @@ class OpenRequests:
             output.generation.error = error
             self._end(Ended(uid, Done.ERROR))
 
-    def _take_events(self, events: Events) -> None:
+    def _take_events(self, replica: int, events: Events) -> None:
         for uid, num_cached in events.admitted:
             output = self._open.get(uid)
             # Only the first admission counts: a resumed request finds its own pages.
             if output is not None and not output.was_admitted:
                 output.was_admitted = output.generation.was_admitted = True
                 output.generation.metrics.num_cached_tokens += num_cached
-                self._stats.num_cached_tokens += num_cached
-                self._stats.num_prompt_tokens += len(output.generation.prompt_token_ids)
+                num_prompt = len(output.generation.prompt_token_ids)
+                for stats in (self._stats, self._stats.ranks[replica]):
+                    stats.num_cached_tokens += num_cached
+                    stats.num_prompt_tokens += num_prompt
         for uid in events.preempted:
             if (output := self._open.get(uid)) is not None:
                 output.generation.metrics.num_preemptions += 1
@@ -228,7 +233,6 @@ class OpenRequests:
     def _add(self, uid: int, output: SequenceOutput, delta: Delta) -> None:
         generation = output.generation
         self._deltas.setdefault(generation, []).append(delta)
-        self._stats.num_generated_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._stats.finished[delta.finish_reason] += 1
             if delta.finish_reason in ("stop", "length") and uid not in self._unplaced:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 
 from paceline.engine.plans import decode_late, decode_plan, encode_late, encode_plan
-from paceline.engine.transport import read_exactly
+from paceline.engine.transport import framed, read_frame
 from paceline.errors import CollectiveError
 from paceline.step import (
     InFlightStep,
@@ -26,7 +25,7 @@ from paceline.step import (
     StepSize,
 )
 
-_HEADER = struct.Struct("<IB")  # bytes that follow, kind
+# The first byte of every frame.
 _PLAN, _LATE, _SPARE, _HEARTBEAT = 1, 2, 3, 4
 # If no plan comes for this long, a peer also waits for its newest steps, to notice a failure.
 _QUIET_S = 0.005
@@ -75,7 +74,7 @@ class LeadingRunner:
         self._runner.close()
 
     def send(self, kind: int, payload: bytes) -> None:
-        frame = _HEADER.pack(len(payload), kind) + payload
+        frame = framed(bytes((kind,)) + payload)
         for peer in self._peers:
             # The front notices a peer that has ended or whose machine is gone, and ends this rank.
             with contextlib.suppress(OSError):
@@ -124,7 +123,7 @@ def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) 
         frame = _read_frame(leader)
         if frame is None:
             return
-        kind, payload = frame
+        kind, payload = frame[0], frame[1:]
         leader.settimeout(2 * timeout_s)
         if kind == _SPARE:
             runner.use_spare_time()
@@ -140,16 +139,11 @@ def follow(runner: Runner, leader: socket.socket, depth: int, timeout_s: float) 
             unbound = in_flight[-1] if plan.late_B is not None else None
 
 
-def _read_frame(leader: socket.socket) -> tuple[int, bytes] | None:
-    """(kind, payload); None: the leader's end is closed."""
+def _read_frame(leader: socket.socket) -> bytes | None:
+    """None: the leader's end is closed."""
     try:
-        header = read_exactly(leader, _HEADER.size)
-        if header is None:
-            return None
-        size, kind = _HEADER.unpack(header)
-        payload = read_exactly(leader, size)
+        return read_frame(leader)
     except OSError as error:
         waited_s = leader.gettimeout() if isinstance(error, TimeoutError) else None
         why = "cannot be reached" if waited_s is None else f"has sent nothing for {waited_s:g} s"
         raise CollectiveError(f"the leader of this replica {why}.") from error
-    return None if payload is None else (kind, payload)

@@ -24,7 +24,7 @@ from paceline.step import (
 )
 
 _HEAD = struct.Struct("<7i")  # step, k, draft_k, rows, admissions, page appends, flags
-_STEP_SIZE = struct.Struct("<9i")
+_STEP_SIZE = struct.Struct("<10i")
 # slot, prompt_len, num_cached, max_len, snapshot, tokens, pages, request bytes
 _INIT = struct.Struct("<8i")
 _HOST_SIZE = struct.Struct("<2i")  # continuations, the longest of them

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -22,6 +24,20 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """The same until the end of the block, for a process that goes on afterwards. What was frozen
+    before stays so."""
+    thresholds, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    freeze_gc()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 class InterruptFlag:

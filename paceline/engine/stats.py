@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,23 @@ _MOST_RECENT = 16_384  # steps whose times are kept
 
 
 @dataclass(slots=True)
+class RankStats:
+    """One replica: totals since the start, over its restarts, and its newest restart."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_restarts: int = 0
+    cause: str = ""
+    reason: str = ""
+    restarted_at_s: float = 0.0  # Unix time
+    is_restarting: bool = False
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Gauges of the newest messages, and totals since the start, over all replicas."""
 
@@ -26,8 +44,7 @@ class EngineStats:
     num_running: int = 0
 
     restarts: Counter[str] = field(default_factory=Counter)  # of groups of ranks, by cause
-    num_restarting: int = 0  # replicas that restart now
-    restart_reason: str = ""  # of the newest restart
+    ranks: defaultdict[int, RankStats] = field(default_factory=lambda: defaultdict(RankStats))
     num_resumed: int = 0  # sequences that went on in another engine
 
     num_steps: int = 0
@@ -52,6 +69,11 @@ class EngineStats:
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT), repr=False)
     newest: dict[int, Gauges] = field(default_factory=dict, repr=False)  # by replica
     _ended: list[SnapshotStats] = field(default_factory=list, repr=False)  # of ended engines
+
+    @property
+    def num_restarting(self) -> int:
+        """Replicas that restart now."""
+        return sum(rank.is_restarting for rank in self.ranks.values())
 
     @property
     def is_restarting(self) -> bool:
@@ -100,16 +122,24 @@ class EngineStats:
         for times in gauges.times:
             self._take_times(times)
         self.num_wasted_rows += gauges.num_wasted_rows
-        self.num_preemptions += len(message.events.preempted)
+        num_preempted = len(message.events.preempted)
         num_draft_tokens = sum(result.num_drafts_B.tolist())  # few rows: faster than numpy
-        if num_draft_tokens:
+        if num_preempted or num_draft_tokens:
+            rank = self.ranks[replica]
+            self.num_preemptions += num_preempted
+            rank.num_preemptions += num_preempted
             self.num_draft_tokens += num_draft_tokens
-            self._count_accepted(result)
+            rank.num_draft_tokens += num_draft_tokens
+            rank.num_accepted_tokens += self._count_accepted(result)
         if result.num_forced_B is not None:
             self.num_forced_tokens += sum(result.num_forced_B.tolist())
 
-    def forget(self, replica: int) -> None:
-        """The replica's engine has ended: it has no load, and its totals stay."""
+    def lose(self, replica: int, cause: str, reason: str) -> None:
+        """The replica's engine has ended and restarts: it has no load, and its totals stay."""
+        rank = self.ranks[replica]
+        rank.num_restarts += 1
+        rank.cause, rank.reason, rank.restarted_at_s = cause, reason, time.time()
+        rank.is_restarting = True
         gauges = self.newest.pop(replica, None)
         if gauges is not None:
             self.num_running -= gauges.num_running
@@ -125,12 +155,15 @@ class EngineStats:
         if times.mask_wait_s >= 0.0:
             self.mask_wait.observe(times.mask_wait_s)
 
-    def _count_accepted(self, result: StepResult) -> None:
+    def _count_accepted(self, result: StepResult) -> int:
+        """Returns how many there are."""
         accepted_B = result.num_accepted_B
+        num_accepted = int(accepted_B.sum())
         self.num_drafts += int(np.count_nonzero(result.num_drafts_B))
-        self.num_accepted_tokens += int(accepted_B.sum())
-        most = int(accepted_B.max())
+        self.num_accepted_tokens += num_accepted
+        most = int(accepted_B.max(initial=0))
         missing = most - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
         for position in range(most):
             self.accepted_per_position[position] += int(np.count_nonzero(accepted_B > position))
+        return num_accepted

@@ -30,6 +30,7 @@ _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
 }
 _TEXT = "/(?s:.*)/"
 ENDS_OUTPUT = -1  # as the id of a special token that ends the output
+_ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 Format = Mapping[str, Any]
 Ends = tuple[str, ...]  # the strings of which one follows; empty: nothing follows
@@ -47,6 +48,12 @@ def structural_tag_grammar(
     writer = _Writer(params, specials)
     start = writer.write(tag["format"] if "format" in tag else _of_structures(tag), ())
     return "\n".join((f"start: {start}", *writer.rules))
+
+
+def with_ascii_classes(regex: str) -> str:
+    """A regex in which \\d and \\w match ASCII only, as in JSON schemas and in xgrammar. llguidance
+    would allow the digits and letters of every script."""
+    return re.sub(r"\\(.)", lambda m: _ASCII_CLASSES.get(m[1], m[0]), regex, flags=re.DOTALL)
 
 
 def _of_structures(tag: Format) -> Format:
@@ -95,7 +102,7 @@ class _Writer:
 
         if not isinstance(format["pattern"], str):
             raise InvalidGrammar("structural_tag: the pattern of a regex must be a string.")
-        pattern = f"/{regex_to_lark(format['pattern'], '')}/"
+        pattern = f"/{regex_to_lark(with_ascii_classes(format['pattern']), '')}/"
         if any(self._pieces(end)[0][1] is not None for end in ends):
             return f"{self._rule(pattern, terminal=True)} {self._one_of(ends)}"
         # One terminal, so that the pattern may match text that looks like its end.

@@ -13,10 +13,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
-from paceline.engine.cluster import Cluster
+from paceline.engine.cluster import Cluster, smallest_of
 from paceline.engine.messages import EngineMessage
 from paceline.engine.nodes import Nodes
 from paceline.engine.stats import DIED, DRAINED
@@ -214,13 +214,7 @@ class Supervisor:
         self._start_s = time.monotonic() - self._launched_s
         for group in self._groups:
             group.served_since_s = time.monotonic()
-        infos = [cluster.info() for cluster in clusters]
-        return replace(
-            infos[0],
-            num_pages=min(info.num_pages for info in infos),
-            num_slots=min(info.num_slots for info in infos),
-            max_model_len=min(info.max_model_len for info in infos),
-        )
+        return smallest_of([cluster.info() for cluster in clusters])
 
     # ---- messages
 

@@ -52,6 +52,21 @@ def read_exactly(sock: socket.socket, size: int, give_up_s: float | None = None)
     return bytes(data)
 
 
+def framed(payload: bytes) -> bytes:
+    return _HEADER.pack(len(payload)) + payload
+
+
+def read_frame(
+    sock: socket.socket, give_up_s: float | None = None, most: int | None = None
+) -> bytes | None:
+    """Block for a frame, as `read_exactly` does. None also if it has more than `most` bytes."""
+    header = read_exactly(sock, _HEADER.size, give_up_s)
+    if header is None:
+        return None
+    size = _HEADER.unpack(header)[0]
+    return None if most is not None and size > most else read_exactly(sock, size, give_up_s)
+
+
 class ChannelClosed(Exception):
     """The engine has closed its side of the channel."""
 
@@ -105,7 +120,7 @@ class Channel:
         frame = self._outbox.take_joined()
         if frame is None:
             return False
-        self._outbound += _HEADER.pack(len(frame)) + frame
+        self._outbound += framed(frame)
         self._blocked_since_s = time.monotonic()
         return True
 
@@ -267,10 +282,7 @@ class Port:
 
     def _read(self) -> None:
         try:
-            while (header := read_exactly(self._socket, _HEADER.size)) is not None:
-                payload = read_exactly(self._socket, _HEADER.unpack(header)[0])
-                if payload is None:
-                    break
+            while (payload := read_frame(self._socket)) is not None:
                 if self._on_frame is not None:
                     self._on_frame(payload)
                 self.inbox.put(payload)
@@ -290,7 +302,7 @@ class Port:
                 except Empty:
                     break
             open_for_more = None not in frames
-            data = b"".join(_HEADER.pack(len(f)) + f for f in frames if f is not None)
+            data = b"".join(framed(f) for f in frames if f is not None)
             try:
                 self._socket.sendall(data)
             except OSError:

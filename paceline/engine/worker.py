@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import cast
 
@@ -114,7 +115,7 @@ def serve_in_thread(sock: socket.socket, factory: str, spawn: RankSpawn) -> None
 def serve(port: Port, factory: str, spawn: RankSpawn, *, own_process: bool) -> None:
     """Load, report Ready, and run until told to stop. Every failure is reported to the front."""
     runner: Runner | None = None
-    place = spawn.place
+    place, is_starting = spawn.place, True
     try:
         # Importing torch takes seconds: do it while the front looks for the model.
         build_runner = resolve(factory)
@@ -136,15 +137,18 @@ def serve(port: Port, factory: str, spawn: RankSpawn, *, own_process: bool) -> N
         if own_process:
             freeze_gc()
         plans = [socket.socket(fileno=fd) for fd in spawn.plans]
-        if place.is_leader:
-            if plans:
-                runner = LeadingRunner(runner, plans, start.config.device.stall_timeout)
-            _lead(runner, start.config, port, spawn)
-        else:
-            _start_heartbeat(spawn, start.config)
-            _follow(runner, plans[0], port, start.config)
+        if place.is_leader and plans:
+            runner = LeadingRunner(runner, plans, start.config.device.stall_timeout)
+        prepare = _lead if place.is_leader else partial(_follow, leader=plans[0])
+        run = prepare(runner, start.config, port, spawn)
+        is_starting = False
+        port.send(encode(Ready(runner.info)))
+        run()
     except BaseException as error:
-        port.send(encode(last_words(error, is_starting=True)))
+        if not is_starting:
+            logger.exception("the rank failed")
+            flush_streams()  # the front may kill this process after the message
+        port.send(encode(last_words(error, is_starting=is_starting)))
     finally:
         # The port first, so that the front gets the last message even if the device hangs.
         port.close()
@@ -152,17 +156,25 @@ def serve(port: Port, factory: str, spawn: RankSpawn, *, own_process: bool) -> N
             runner.close()
 
 
-def _lead(runner: Runner, config: EngineConfig, port: Port, spawn: RankSpawn) -> None:
+def _lead(runner: Runner, config: EngineConfig, port: Port, spawn: RankSpawn) -> Callable[[], None]:
+    """What the leader of a replica does when it is ready."""
     engine = Engine(runner, config, port.send)
     wake = _wakes_by_front(port) if spawn.wakes_by_front else _open_wakes(spawn, port.inbox)
     _start_heartbeat(spawn, config, _watch(engine, config, port))
-    port.send(encode(Ready(runner.info)))
-    try:
-        run_engine(engine, port.inbox, wake)
-    except BaseException as error:
-        logger.exception("the engine loop failed")
-        flush_streams()  # the front may kill this process after the message
-        port.send(encode(last_words(error)))
+    return lambda: run_engine(engine, port.inbox, wake)
+
+
+def _follow(
+    runner: Runner, config: EngineConfig, port: Port, spawn: RankSpawn, *, leader: socket.socket
+) -> Callable[[], None]:
+    """What any other rank of it does."""
+
+    def run() -> None:
+        follow(runner, leader, config.scheduler.depth, config.device.stall_timeout)
+        port.send(encode(Control.STOPPED))
+
+    _start_heartbeat(spawn, config)
+    return run
 
 
 def _start_heartbeat(
@@ -200,18 +212,6 @@ def _watch(engine: Engine, config: EngineConfig, port: Port) -> Callable[[], Non
         os._exit(1)
 
     return check
-
-
-def _follow(runner: Runner, plans: socket.socket, port: Port, config: EngineConfig) -> None:
-    port.send(encode(Ready(runner.info)))
-    try:
-        follow(runner, plans, config.scheduler.depth, config.device.stall_timeout)
-    except BaseException as error:
-        logger.exception("the rank failed")
-        flush_streams()
-        port.send(encode(last_words(error)))
-    else:
-        port.send(encode(Control.STOPPED))
 
 
 def _open_wakes(spawn: RankSpawn, inbox: SimpleQueue[bytes | None]) -> Callable[[int], None] | None:

@@ -402,7 +402,8 @@ def test_a_request_that_the_engine_refuses_is_told_why(monkeypatch: pytest.Monke
 
 def test_a_device_that_fails_ends_every_request_and_then_the_client() -> None:
     with echo_client("fail_at=4") as client:
-        streams = [submit(client, str(i), "abc", max_tokens=100, n=2) for i in range(2)]
+        with client.together():  # the engine must not fail before it has both
+            streams = [submit(client, str(i), "abc", max_tokens=100, n=2) for i in range(2)]
         with pytest.raises(EngineDead, match="caught fire"):
             pump_for_ever(client)
         for stream in streams:

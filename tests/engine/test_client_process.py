@@ -68,12 +68,18 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def is_running(pid: int) -> bool:
+def birth(pid: int) -> str | None:
+    """When a process started, as the kernel counts; None if it has ended. Another process may get
+    its number."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # it may end between open and read
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def is_running(pid: int) -> bool:
+    return birth(pid) is not None
 
 
 def wait_gone(pid: int, within_s: float = PATIENCE_S) -> bool:

@@ -277,7 +277,8 @@ def test_a_failing_device_ends_all_ranks_with_its_own_reason(
 ) -> None:
     with ranks(f"delay_s=0.005 fail_at=20 at_rank={rank}", **layout) as client:
         pids = client.engine_pids
-        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(4)]
+        with client.together():  # no rank fails before they are all there
+            streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(4)]
         with pytest.raises(EngineDead, match=rf"rank {rank} .*caught fire"):
             pump_for_ever(client)
         assert_gone(pids)
@@ -290,7 +291,8 @@ def test_a_rank_that_only_misses_another_is_not_blamed_for_it() -> None:
     """It is heard first; the rank that it waited for says a moment later what happened."""
     behaviour = "delay_s=0.005 miss_at=20 fail_at=60 at_rank=1"
     with ranks(behaviour, **DP2_EP) as client:
-        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(2)]
+        with client.together():  # no rank fails before they are all there
+            streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(2)]
         with pytest.raises(EngineDead, match=r"gone: rank 1 \(replica 1\): .*caught fire"):
             pump_for_ever(client)
         assert all("caught fire" in error for error in errors_of(streams))
@@ -299,7 +301,8 @@ def test_a_rank_that_only_misses_another_is_not_blamed_for_it() -> None:
 def test_when_every_rank_misses_another_the_first_one_heard_is_named() -> None:
     with ranks("delay_s=0.005 miss_at=20", **DP2_EP) as client:
         pids = client.engine_pids
-        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(2)]
+        with client.together():  # no rank fails before they are all there
+            streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(2)]
         with pytest.raises(EngineDead, match=r"gone: rank [01] .*waited in vain"):
             pump_for_ever(client)
         assert_gone(pids)
@@ -323,7 +326,8 @@ def test_a_rank_that_stays_silent_while_all_others_give_up_is_named_first(
     behaviour = f"delay_s=0.005 miss_at=20 hang_at=15 at_rank={hangs}"
     with ranks(behaviour, **layout) as client:
         pids = client.engine_pids
-        streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(4)]
+        with client.together():  # no rank fails before they are all there
+            streams = [submit(client, str(i), "abc", max_tokens=400) for i in range(4)]
         with pytest.raises(EngineDead, match=rf"gone: {late}.*waited in vain"):
             pump_for_ever(client)
         assert_gone(pids)

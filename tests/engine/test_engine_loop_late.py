@@ -127,3 +127,14 @@ def test_a_constraint_that_fails_on_the_last_token_changes_nothing() -> None:
     harness.add(request(1, prompt(9), max_tokens=4), Broken(99, accepts_left=3))
     harness.run()
     harness.check_outputs()
+
+
+def test_a_step_without_rows_has_no_late_rows_while_a_grammar_runs() -> None:
+    """In lock step a replica runs one while the last step of a constrained request is in flight."""
+    harness = Harness(runner_info(max_k=2), depth=1)
+    harness.add(request(1, prompt(9), max_tokens=1), ModThree(64))
+    harness.turn()
+    assert harness.num_in_flight == 1
+    plan = harness.engine.scheduler.plan_empty()
+    assert plan.num_rows == 0
+    assert plan.late_B is None

@@ -169,6 +169,18 @@ def test_outputs_match_a_regex_and_a_choice(grammars: Grammars, tokenizer: Token
     assert seen == set(KINDS[5].choice or ())
 
 
+@pytest.mark.parametrize("in_a_tag", [False, True])
+def test_digits_and_letters_of_a_regex_are_ascii(
+    grammars: Grammars, tokenizer: Tokenizer, in_a_tag: bool
+) -> None:
+    regex = r"\d{2}[\d.]\w{2}[^\W_][^\D1-9]"
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": regex}}
+    kind = params(structural_tag=tag) if in_a_tag else params(regex=regex)
+    for seed in range(20):
+        tokens, _ = generate(grammars.constraint(kind), random.Random(seed), tokenizer)
+        assert re.fullmatch(regex, tokenizer.decode(tokens), re.ASCII)
+
+
 def test_the_end_token_is_allowed_exactly_where_the_grammar_may_end(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

@@ -141,13 +141,42 @@ def test_a_rank_without_a_beat_is_killed_and_named_and_the_others_are_not(
 @pytest.mark.parametrize(("num_ranks", "longest_s"), [(1, TIMEOUT_S), (3, TIMEOUT_S + 1.0)])
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_a_rank_has_the_timeout_and_among_others_a_grace(
-    num_ranks: int, longest_s: float, num_more: int, clocks: Clocks, beats: Beats
+    num_ranks: int, longest_s: float, num_more: int, clocks: Clocks
 ) -> None:
     """Other ranks may report it, and say more. The first look sees a number that is new to it."""
     ranks = [Rank(10 + number) for number in range(num_ranks)]
     num_ticks = 1 + int(longest_s / TICK_S) + num_more
+    with ExitStack() as ends:
+        beats = Beats(shared_file("beats", ends), num_ranks)
     watched(clocks, beats, ranks, beating=range(1, num_ranks), num_ticks=num_ticks)
     assert [rank.was_killed for rank in ranks] == [bool(num_more), *[False] * (num_ranks - 1)]
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_the_only_rank_of_a_machine_has_a_grace_too(
+    num_more: int, clocks: Clocks, beats: Beats
+) -> None:
+    """The other ranks of its group are on other machines."""
+    rank = Rank(10)
+    watched(clocks, beats, [rank], num_ticks=1 + int((TIMEOUT_S + 1.0) / TICK_S) + num_more)
+    assert rank.was_killed == bool(num_more)
+
+
+def test_a_watch_goes_on_when_its_caller_forgets_a_rank(clocks: Clocks, beats: Beats) -> None:
+    """A node forgets ranks that have ended, and a watch in its thread must find the others."""
+    ranks = {0: Rank(10, is_running=False), 1: Rank(11)}
+    watch = RankWatch(beats, ranks, TIMEOUT_S)
+    frozen = ranks[1]
+    ticking = Ticking(clocks, beats, [], 99)
+
+    class Forgetting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            ranks.pop(0, None)
+            return ticking.wait(timeout)
+
+    watch._over = Forgetting()
+    watch.run()
+    assert frozen.was_killed
 
 
 def test_ranks_that_freeze_together_are_named_together(clocks: Clocks, beats: Beats) -> None:
@@ -197,6 +226,28 @@ def test_a_loop_that_computes_has_longer_and_not_for_ever(share: float, clocks: 
 
 def test_a_loop_that_hardly_computes_is_stuck(clocks: Clocks) -> None:
     assert "has not returned for" in (verdict(clocks, "launch", 99, loop=0.04) or "")
+
+
+def test_a_moment_of_work_now_and_then_does_not_hide_a_hang(clocks: Clocks) -> None:
+    """A thread reads the messages of clients that do not know of the hang."""
+    watch = LoopWatch(lambda: ("wait", 7, 1.0), TIMEOUT_S)
+    for tick in range(int(2 * TIMEOUT_S / TICK_S)):
+        clocks.tick(others=0.2 if tick % 8 == 0 else 0.0)
+        if watch.look() is not None:
+            return
+    raise AssertionError("it counts as computing")
+
+
+def test_a_loop_that_computed_and_hangs_then_is_stuck_a_timeout_later(clocks: Clocks) -> None:
+    watch = LoopWatch(lambda: ("launch", 7, 1.0), TIMEOUT_S)
+    for _ in range(int(5 * TIMEOUT_S / TICK_S)):
+        clocks.tick(others=1.0)
+        assert watch.look() is None
+    for _ in range(int((TIMEOUT_S + 1.0) / TICK_S)):
+        clocks.tick()
+        if (reason := watch.look()) is not None:
+            break
+    assert "has not returned for" in (reason or "")
 
 
 def test_a_loop_that_waits_while_its_device_thread_computes_is_not_stuck(clocks: Clocks) -> None:

@@ -19,9 +19,9 @@ from paceline.config import EngineConfig
 from paceline.engine import link
 from paceline.engine.client import EngineClient
 from paceline.engine.node import Node, run_node
-from paceline.engine.nodes import Nodes
+from paceline.engine.nodes import Nodes, RemoteNode
 from paceline.errors import ConfigError, EngineDead, PacelineError
-from paceline.parallel.placement import node_part
+from paceline.parallel.placement import RankPlace, layout_of, node_part
 from tests.engine.echo_client import FACTORY, echo_front, pump_for_ever, pump_until_finished, submit
 from tests.patience import PATIENCE_S, wait_for
 from tests.ports import free_port
@@ -116,6 +116,28 @@ def test_a_node_hears_that_it_may_join_before_any_order(monkeypatch: pytest.Monk
         Machine(node_config(port))
         nodes.await_all()
         assert joined_before == [0]
+
+
+def test_a_node_that_is_lost_as_a_group_starts_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was there a moment before."""
+    with listening() as (nodes, port):
+        machine = Machine(node_config(port))
+        wait_for(lambda: bool(nodes._joined))
+        await_all = nodes.await_all
+
+        def lose_it_first() -> dict[int, RemoteNode | None]:
+            homes = await_all()
+            machine.cut_off()
+            wait_for(lambda: nodes._joined[1].is_gone)
+            return homes
+
+        monkeypatch.setattr(nodes, "await_all", lose_it_first)
+        config = front_config(port)
+        where = RankPlace(0, layout_of(config).groups()[1], first_rank=1, num_others=1)
+        with pytest.raises(EngineDead, match=r"node 1 at 127\.0\.0\.2 is gone"):
+            nodes.start_group(config, where, FACTORY)
 
 
 @pytest.mark.parametrize(

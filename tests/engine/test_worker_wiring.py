@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.engine import launch
+from paceline.engine import cluster
 from paceline.engine.boot import RankSpawn, is_after_another, last_words
 from paceline.engine.cluster import Cluster
 from paceline.engine.launch import _rank_spawns, path_of
@@ -56,7 +56,7 @@ def test_ranks_of_a_cpu_leave_the_gpu_alone(
     device: str, may_use_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawns: list[RankSpawn] = []
-    monkeypatch.setattr(launch, "EngineProcess", lambda factory, spawn: spawns.append(spawn))
+    monkeypatch.setattr(cluster, "EngineProcess", lambda factory, spawn: spawns.append(spawn))
     monkeypatch.setattr(Cluster, "__init__", lambda *parts: None)
     config = EngineConfig.from_keywords(model="", device=device)
     Cluster.launch(config, RankPlace(0, Layout(2)))
