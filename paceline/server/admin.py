@@ -22,9 +22,9 @@ class AdminEndpoints:
         self._service = service
 
     async def drain(self, request: Request) -> Response:
-        """Restart a rank when its requests have finished, or have had the drain timeout; answers
-        when it serves again."""
-        self._check_may(request)
+        """Restart a rank after its requests have finished or the drain timeout has passed. Answers
+        when the rank serves again."""
+        self._check_allowed(request)
         text = request.query_params.get("rank", "")
         if not text.isascii() or not text.isdigit():
             raise InvalidRequest(
@@ -36,8 +36,8 @@ class AdminEndpoints:
         seconds = round(time.monotonic() - started_s, 3)
         return json_response({"status": "restarted", "rank": rank, "seconds": seconds})
 
-    def _check_may(self, request: Request) -> None:
-        """The middleware has checked the key, if the server has one."""
+    def _check_allowed(self, request: Request) -> None:
+        """Without a key, only clients on this machine may call. The middleware checks keys."""
         if self._service.options.needs_key:
             return
         host = request.client.host if request.client is not None else ""

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, shown
-from paceline.server.failures import HttpFailure
+from paceline.errors import ConfigError, Overloaded, shown
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Account:
     _credited_s: float = 0.0
 
     def continued_from(self, known: Account | None) -> Account:
-        """The account that this key had before, with the new limits: requests of it are open."""
+        """The account that this key has, with the new limits: its open requests still count."""
         if known is None:
             return self
         known.name = self.name
@@ -48,14 +47,14 @@ class Account:
         return known
 
     def begin(self, now_s: float) -> None:
-        """A request starts. Raises a 429 if the key is at a limit."""
+        """A request starts. Raises Overloaded if the key is at a limit."""
         if self.max_open is not None and self.num_open >= self.max_open:
             message = f"This API key has {self.num_open} open requests, which is its limit."
-            raise _at_limit(f"{message} Wait for one to end.", 1)
+            raise Overloaded(f"{message} Wait for one to end.")
         if self.tokens_per_minute is not None and self._refill(now_s) <= 0.0:
             wait_s = math.ceil(-self._credit * 60 / self.tokens_per_minute) + 1
             message = f"This API key has used its {self.tokens_per_minute} tokens per minute."
-            raise _at_limit(f"{message} Try again in {wait_s} s.", wait_s)
+            raise Overloaded(f"{message} Try again in {wait_s} s.", retry_after_s=wait_s)
         self.num_open += 1
 
     def end(self, num_tokens: int) -> None:
@@ -70,16 +69,6 @@ class Account:
         self._credit = min(self._credit + gained, float(rate))
         self._credited_s = now_s
         return self._credit
-
-
-def _at_limit(message: str, retry_after_s: int) -> HttpFailure:
-    return HttpFailure(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers=(("Retry-After", str(retry_after_s)),),
-    )
 
 
 class ApiKeys:
@@ -98,7 +87,7 @@ class ApiKeys:
         self._seen: tuple[int, int] | None = None
         self._looked_s = -math.inf
         if self._path is not None:
-            self._read(self._path)  # a file that cannot be read ends the start
+            self._read(self._path)  # raises if the file cannot be read
 
     @property
     def are_needed(self) -> bool:
@@ -134,15 +123,12 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
         self._seen = (stat.st_mtime_ns, stat.st_size)
-        read = [_account(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if _has_key(line)]
+        numbered = ((n, line.strip()) for n, line in enumerate(lines, 1))
+        read = [_account(line, f"{path}:{n}") for n, line in numbered if line[:1] not in ("", "#")]
         if not read and not self._own:
             raise ConfigError(f"--api-key-file {path} has no key; one line per key.")
         before = {account.digest: account for account in self._accounts}
         self._accounts = [*self._own, *(a.continued_from(before.get(a.digest)) for a in read)]
-
-
-def _has_key(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _account(line: str, where: str) -> Account:

@@ -35,7 +35,7 @@ from paceline.server.live import LiveEndpoints
 from paceline.server.messages import MessagesEndpoint
 from paceline.server.middleware import RequestMiddleware, RouteErrors
 from paceline.server.openapi import DescriptionEndpoints
-from paceline.server.operations import OPERATIONS
+from paceline.server.operations import OPERATIONS, served_operations
 from paceline.server.options import ServerOptions
 from paceline.server.page_files import serve_page_file
 from paceline.server.responses import ResponsesEndpoint, StoredResponseEndpoints
@@ -48,6 +48,11 @@ logger = logging.getLogger(__name__)
 ClientFactory = Callable[[], Client]
 Handler = Callable[[Request], Awaitable[Any]]
 OnReady = Callable[[str, str], None]
+# Classes whose methods have the names of operations.
+_ENDPOINTS: tuple[Callable[[Service], object], ...] = (
+    *(InfoEndpoints, TokenEndpoints, DescriptionEndpoints),
+    *(StoredResponseEndpoints, AdminEndpoints, LiveEndpoints),
+)
 # After the drain timeout: time to send the last error events.
 _FLUSH_S = 1.0
 _ENGINE_GRACE_S = 5.0
@@ -82,7 +87,7 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: RouteErrors()},
+        exception_handlers={HTTPException: RouteErrors(options)},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -91,14 +96,7 @@ def build_app(client: Client | None, options: ServerOptions) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
-    info, tokens, pages = (
-        InfoEndpoints(service),
-        TokenEndpoints(service),
-        DescriptionEndpoints(service),
-    )
-    live = LiveEndpoints(service)
     messages, responses = MessagesEndpoint(service), ResponsesEndpoint(service)
-    stored = StoredResponseEndpoints(service)
     handlers: dict[str, Handler] = {
         "chat": ChatEndpoint(service).post,
         "completions": CompletionEndpoint(service).post,
@@ -106,11 +104,11 @@ def _routes(service: Service) -> list[Route]:
         "messages": messages.post,
         "file": serve_page_file,
     }
-    admin = AdminEndpoints(service)
-    for endpoints in (info, tokens, pages, messages, responses, stored, admin, live):
+    others = [make(service) for make in _ENDPOINTS]
+    for endpoints in (messages, responses, *others):
         handlers |= {op.name: h for op in OPERATIONS if (h := getattr(endpoints, op.name, None))}
     by_path: dict[str, dict[str, Handler]] = {}
-    for op in OPERATIONS if service.options.page else (o for o in OPERATIONS if not o.is_of_page):
+    for op in served_operations(page=service.options.page):
         by_path.setdefault(op.path, {})[op.method] = handlers[op.name]
     return [
         Route(path, _dispatch(by_method), methods=[*by_method])

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.server.body import read_request
 from paceline.server.chat import ChatEndpoint
-from paceline.server.fields import convert
+from paceline.server.fields import convert, parse
 from paceline.server.generate import Body, CheckedRequest, GenerationEndpoint, owner_of
 from paceline.server.params import client_names
-from paceline.server.requests import ChatRequest
+from paceline.server.requests import ChatRequest, GenerationBody
 from paceline.server.service import Client, Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+
+# Fields of chat requests, without those that have another form in other APIs.
+_SHARED = {*ChatRequest.__struct_fields__} - {"messages", "tools", "tool_choice", "stream_options"}
 
 
 @dataclass
@@ -40,7 +45,13 @@ class Translated:
 
     body: dict[str, Any]
     names: dict[str, str]  # beginning of a path in the chat request -> in the client's
-    spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # see responses_input
+    namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # see RequestEcho
+
+
+def shared_fields(body: GenerationBody) -> dict[str, Any]:
+    """The fields of a body that mean the same in a chat request."""
+    names = [n for n in body.__struct_fields__ if n in _SHARED]
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def chat_tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def json_format(name: str, schema: Any, strict: bool | None) -> dict[str, Any]:
 
 
 def names_of_options(raw: dict[str, Any], *, form: str, effort: str) -> dict[str, str]:
-    """Fields of a chat request that the client calls otherwise -> its names of them."""
+    """Fields of a chat request -> the names that the client uses for them."""
     grammar = form if "response_format" in raw else "tools"
     return {
         "response_format.json_schema": form,
@@ -77,7 +88,7 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
     async def check_as_chat(
         self, client: Client, size: int, owner: bytes, translate: Callable[[], Translated]
     ) -> tuple[CheckedRequest, Translated]:
-        """`translate` may run in a thread. `size` is that of what it translates, in bytes."""
+        """`translate` may run in a thread; it reads about `size` bytes."""
 
         def work() -> tuple[ChatRequest, Translated]:
             translated = translate()
@@ -90,10 +101,10 @@ class TranslatedEndpoint(GenerationEndpoint[Body]):
         return replace(checked, field_names=translated.names), translated
 
     async def count(self, request: Request, kind: type[Body]) -> int:
-        """The tokens of the prompt that a body would have."""
+        """How many tokens the prompt of a request has."""
         service = self._service
         client = service.client
-        async with read_request(request, service, kind) as (body, size):
+        async with read_request(request, service, partial(parse, kind=kind)) as (body, size):
             service.resolve_model(body.model)
             checked = await self.check(client, body, size, owner_of(request))
             return len(checked.prompts[0].token_ids)

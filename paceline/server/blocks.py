@@ -30,6 +30,7 @@ class Block:
     call: ToolCallDelta | None = None  # the first delta of a call: its id and name
     texts: list[str] = field(default_factory=list)
     is_closed: bool = False
+    is_cut: bool = False  # max_tokens ended the output inside it
 
     @property
     def text(self) -> str:
@@ -70,7 +71,7 @@ class BlockFormat(ABC):
     def open_block(self, block: Block) -> bytes: ...
 
     @abstractmethod
-    def more_of(self, block: Block, text: str) -> bytes: ...
+    def extend_block(self, block: Block, text: str) -> bytes: ...
 
     @abstractmethod
     def close_block(self, block: Block) -> bytes: ...
@@ -114,7 +115,7 @@ class BlockFormat(ABC):
         yield from self._add(self._parser.finish())
         if self._blank and not self.blocks:
             yield from self._text(BlockKind.TEXT, self._blank)
-        yield from self._close()
+        yield from self._close(is_cut=delta.finish_reason == "length")
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def _add(self, parts: OutputParts) -> Iterator[bytes]:
@@ -156,10 +157,10 @@ class BlockFormat(ABC):
     def _extend(self, text: str) -> Iterator[bytes]:
         block = self.blocks[-1]
         block.texts.append(text)
-        yield self.more_of(block, text)
+        yield self.extend_block(block, text)
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
         block = self._open
         if block is not None:
-            block.is_closed = True
+            block.is_closed, block.is_cut = True, is_cut
             yield self.close_block(block)

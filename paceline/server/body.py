@@ -7,19 +7,17 @@ without a CORS preflight, and an open page must not use a server on the same mac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.errors import Overloaded, shown
 from paceline.server.failures import CLIENT_CLOSED_REQUEST, HttpFailure
-from paceline.server.fields import parse
 from paceline.server.service import Service
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 BODY_TIMEOUT_S = 60.0
 # Limit of all bodies in memory, in multiples of the limit of one.
@@ -28,23 +26,12 @@ _MAX_BODIES = 16
 
 @asynccontextmanager
 async def read_request(
-    request: Request, service: Service, kind: type[T], *, num_sequences: int = 0
+    request: Request, service: Service, parse: Callable[[bytes], T], *, num_sequences: int = 0
 ) -> AsyncIterator[tuple[T, int]]:
     """The typed request and the size of its body, which bounds the work that it can cause.
 
-    Within the block its bytes count against the limit of all bodies.
-    """
-    async with read_body(request, service, num_sequences=num_sequences) as body:
-        yield await service.off_loop(len(body), lambda: parse(body, kind)), len(body)
-
-
-@asynccontextmanager
-async def read_body(
-    request: Request, service: Service, *, num_sequences: int = 0
-) -> AsyncIterator[bytes]:
-    """The body, when it is this request's turn.
-
-    Raises Overloaded if the server has no room for `num_sequences` more, before anything is parsed.
+    Within the block its bytes count against the limit of all bodies. Raises Overloaded if the
+    server has no room for `num_sequences` more, before anything is parsed.
     """
     _check_kind(request.headers.get("content-type"), request.headers.get("content-encoding"))
     if num_sequences:
@@ -61,7 +48,10 @@ async def read_body(
                 async for chunk in request.stream():
                     size += len(chunk)
                     service.body_bytes += len(chunk)
-                    _check_sizes(size, limit, service.body_bytes)
+                    if size > limit:
+                        raise _too_large(size, limit)
+                    if service.body_bytes > _MAX_BODIES * limit:
+                        raise Overloaded("Too many large requests are being read; try again later.")
                     chunks.append(chunk)
         except TimeoutError:
             message = f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
@@ -71,7 +61,8 @@ async def read_body(
         await service.start_queue.wait_turn(has_begun=True)
         if num_sequences:  # other requests may have taken the room since
             service.check_room(num_sequences)
-        yield b"".join(chunks)
+        body = b"".join(chunks)
+        yield await service.off_loop(size, lambda: parse(body)), size
     finally:
         service.release_body(size)
 
@@ -91,13 +82,6 @@ def _check_kind(kind: str | None, encoding: str | None) -> None:
             f"The request body is encoded as {shown(encoding)}; send it without Content-Encoding.",
             code="unsupported_media_type",
         )
-
-
-def _check_sizes(size: int, limit: int, size_of_all: int) -> None:
-    if size > limit:
-        raise _too_large(size, limit)
-    if size_of_all > _MAX_BODIES * limit:
-        raise Overloaded("Too many large requests are being read; try again later.")
 
 
 def _too_large(size: int, limit: int) -> HttpFailure:

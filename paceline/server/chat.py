@@ -78,15 +78,12 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     def field_names(self, body: ChatRequest) -> Mapping[str, str]:
         names = {**super().field_names(body), "logprobs": "top_logprobs", "prompt": "messages"}
         asks_itself = body.response_format is not None or body.structured_outputs is not None
-        if body.tools is not None and (not asks_itself or _forces_calls(body.tool_choice)):
+        forces_calls = body.tool_choice not in (None, "auto", "none")
+        if body.tools is not None and (forces_calls or not asks_itself):
             names["structured_outputs"] = "tools"  # whose schemas become the grammar
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
-
-
-def _forces_calls(tool_choice: Any) -> bool:
-    return tool_choice not in (None, "auto", "none")
 
 
 def _thinking_is_off(body: ChatRequest) -> bool:

@@ -111,7 +111,7 @@ class CompletionFormat(OpenAIFormat[CompletionRequest]):
             extras = (first.prompt_logprobs, first.prompt_token_ids)
             if first.text or first.logprobs or any(extra is not UNSET for extra in extras):
                 yield self._chunk(job, usage, first)
-        if self._has_content(delta):
+        if delta.text or (self._shows_tokens and delta.token_ids):  # tokens may have no text yet
             choice = TextChoice(text=delta.text, index=index, logprobs=self._logprobs(delta))
             self._show_tokens(choice, delta)
             yield self._chunk(job, usage, choice)

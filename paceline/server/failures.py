@@ -80,7 +80,7 @@ class Failure:
 
     @property
     def anthropic_reply(self) -> AnthropicError:
-        """It has no place for the field's name but the message."""
+        """Anthropic's error has no field for `param`, so the message names it."""
         message, param = self.detail.message, self.detail.param
         if param is not None and param not in message:
             message = f"{param}: {message}"

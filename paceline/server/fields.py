@@ -7,22 +7,18 @@ also have fields that clients copy from earlier replies, and unknown fields whos
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from paceline.errors import InvalidRequest, cut, nearest, shown
 from paceline.server.limits import check_body, check_fields
-from paceline.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationBody,
-    Role,
-)
+from paceline.server.requests import OF_OTHER_SERVERS, GenerationBody
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -41,76 +37,19 @@ ECHOED = frozenset(
     }
 )
 
-# Older names of vLLM -> what has replaced them.
-_GUIDED: Mapping[str, str] = {
-    **{
-        f"guided_{kind}": f"structured_outputs.{kind}"
-        for kind in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
-    },
-    "structural_tag": "structured_outputs.structural_tag",
-    "guided_decoding_backend": "",
-    "guided_decoding_disable_fallback": "",
-    "guided_decoding_disable_any_whitespace": "structured_outputs.disable_any_whitespace",
-    "guided_decoding_disable_additional_properties": (
-        "structured_outputs.disable_additional_properties"
-    ),
-}
-# Fields of other servers that are refused in every API, with what to do instead.
-_OF_OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_GUIDED, ()),
-    "request_id": (),
-    "num_ctx": (),
-}
-# Fields of OpenAI, then of vLLM, that are not supported -> their neutral values besides
-# null.
-NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none",),
-    "audio": (),
-    "modalities": ([], ["text"]),
-    "prediction": (),
-    "moderation": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "store": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    **_OF_OTHER_SERVERS,
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-}
+# Fields that are not supported -> what to do, beside leaving them out.
 _ADVICE = {
-    "functions": " Send tools.",
-    "function_call": " Send tool_choice.",
-    "store": " Nothing is stored; send false.",
-    "best_of": " Request n choices and compare their logprobs.",
-    "vllm_xargs": " Custom logits processors read extra_args.",
-    "request_id": " Send the X-Request-Id header.",
-    "num_ctx": " The server's --max-model-len sets the context length.",
-    **{old: f" Send {new}." if new else " There is one backend." for old, new in _GUIDED.items()},
-}
-# Fields that belong to another route: (request type, name) -> advice.
-_OF_CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
-_ELSEWHERE: Mapping[tuple[type[msgspec.Struct], str], str] = {
-    **{(CompletionRequest, n): f"Send {n} to /v1/chat/completions." for n in _OF_CHAT},
-    (ChatRequest, "prompt"): "Send a prompt to /v1/completions.",
-    (CompletionRequest, "max_completion_tokens"): "Did you mean 'max_tokens'?",
-    (CompletionRequest, "top_logprobs"): "Did you mean 'logprobs'? It is a number here.",
+    "functions": "Send tools.",
+    "function_call": "Send tool_choice.",
+    "store": "Nothing is stored; send false.",
+    "best_of": "Request n choices and compare their logprobs.",
+    "vllm_xargs": "Custom logits processors read extra_args.",
+    **OF_OTHER_SERVERS,
 }
 # Below this similarity, names may only share a word.
 _SURELY_MEANT = 0.8
 
-_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
@@ -126,16 +65,20 @@ def convert(raw: Mapping[str, Any], kind: type[T]) -> T:
         kind.check_parts(raw)
     for name, hint in _fields_with_structs(kind).items():
         _check_inside(raw.get(name), hint, name, getattr(kind, "advice", {}))
+    # JSON has one type of number, and some clients write each with a fraction: 16.0
+    floats = {n: v for n, v in raw.items() if type(v) is float and n in _int_fields(kind)}
+    whole = {n: int(v) for n, v in floats.items() if v.is_integer()}
     try:
-        return msgspec.convert(raw, kind, str_keys=True)
+        return msgspec.convert({**raw, **whole}, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _as_invalid(error) from None
+        raise _as_invalid(error, kind) from None
     except (OverflowError, ValueError) as error:  # an integer that is too large for a float
         raise InvalidRequest(f"The request holds a number that cannot be used: {error}.") from None
 
 
 def decode_object(body: bytes, kind: type[msgspec.Struct] | None = None) -> dict[str, Any]:
     """Any JSON object. `kind` is only used to find the path of a number that is out of range."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # files that Windows wrote begin with it
     if not body.strip():
         raise InvalidRequest("The request body is empty; send a JSON object.")
     check_body(body)
@@ -172,7 +115,7 @@ def _say_where(body: bytes, kind: type[msgspec.Struct]) -> None:
     try:
         msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _as_invalid(error) from None
+        raise _as_invalid(error, kind) from None
     except (ValueError, RecursionError):
         pass
 
@@ -186,9 +129,8 @@ def check_names(raw: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
         if name in not_built:
             _refuse_unless_neutral(name, value, raw, not_built[name])
             continue
-        advice = _ELSEWHERE.get((kind, name)) or getattr(kind, "hints", {}).get(name)
-        if advice is not None:
-            raise InvalidRequest(f"Unknown field {name!r}. {advice}", param=name)
+        if (hint := getattr(kind, "hints", {}).get(name)) is not None:
+            raise InvalidRequest(f"Unknown field {name!r}. {hint}", param=name)
         raise _unknown(name, known)
 
 
@@ -198,11 +140,10 @@ def _other_names(
 ) -> tuple[frozenset[str], Mapping[str, tuple[Any, ...]]]:
     if not issubclass(kind, GenerationBody):
         return frozenset(), {}
-    own = NOT_BUILT if kind.not_built is None else kind.not_built
-    return kind.without_effect, {**own, **_OF_OTHER_SERVERS}
+    return kind.without_effect, {**kind.not_built, **dict.fromkeys(OF_OTHER_SERVERS, ())}
 
 
-def check_echoed(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def check_inner_names(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Check the field names of an object inside a body."""
     for name, value in raw.items():
         if name not in known and name not in ECHOED and value is not None:
@@ -223,7 +164,7 @@ def _check_inside(value: Any, hint: Any, where: str, advice: Mapping[str, str]) 
     if isinstance(value, dict) and kinds:
         kind = _kind_of(value, kinds, where, advice)
         tag = () if kind.__struct_config__.tag is None else ("type",)
-        check_echoed(value, (*tag, *kind.__struct_encode_fields__), where)
+        check_inner_names(value, (*tag, *kind.__struct_encode_fields__), where)
         for name, field in _fields_with_structs(kind).items():
             _check_inside(value.get(name), field, f"{where}.{name}", advice)
 
@@ -242,9 +183,8 @@ def _kind_of(
     if isinstance(tag, str) and tag in by_tag:
         return by_tag[tag]
     said = "is missing" if tag is None else f"{shown(tag)} is not supported"
-    field = re.findall(r"[a-z_]+", where)[-1]
-    told = advice.get(field, f"use one of {', '.join(map(str, by_tag))}")
-    raise InvalidRequest(f"{where}.type {said}; {told}.", param=f"{where}.type")
+    what_to_do = advice.get(_last_name(where), f"use one of {', '.join(map(str, by_tag))}")
+    raise InvalidRequest(f"{where}.type {said}; {what_to_do}.", param=f"{where}.type")
 
 
 @cache
@@ -255,9 +195,37 @@ def _fields_with_structs(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _has_struct(hint: Any) -> bool:
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return True
-    return any(map(_has_struct, get_args(hint)))
+    return any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in _parts(hint))
+
+
+@cache
+def _int_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    fields = msgspec.structs.fields(kind)
+    return frozenset(field.encode_name for field in fields if int in _parts(field.type))
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> list[str]:
+    """The values that a Literal field of this name takes, in this type or in one inside it."""
+    found: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        for part in _parts(field.type):
+            if field.encode_name == name and get_origin(part) is Literal:
+                found += get_args(part)
+            elif _has_struct(part) and isinstance(part, type):
+                found += _choices(part, name)
+    return list(dict.fromkeys(found))
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type and all types that it is made of."""
+    yield hint
+    for inner in get_args(hint):
+        yield from _parts(inner)
+
+
+def _last_name(path: str) -> str:
+    """The field that a path such as messages[0].role ends with."""
+    return str(re.findall(r"[a-z_]+", path)[-1])
 
 
 def _refuse_unless_neutral(
@@ -267,7 +235,7 @@ def _refuse_unless_neutral(
         neutral = (raw["n"],)  # the best n of n are all n
     if value is None or any(value == v and type(value) is type(v) for v in neutral):
         return
-    advice = _ADVICE.get(name, "")
+    advice = f" {_ADVICE[name]}" if name in _ADVICE else ""
     raise InvalidRequest(f"{name!r} is not supported; leave it out.{advice}", param=name)
 
 
@@ -276,7 +244,7 @@ def _unknown(name: str, known: Iterable[str], where: str = "") -> InvalidRequest
     return InvalidRequest(f"Unknown field {shown(name)}.{hint}", param=where + name)
 
 
-def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
+def _as_invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> InvalidRequest:
     """msgspec gives the path as `$.messages[0].role`; OpenAI's `param` has no `$.`."""
     text = str(error)  # may quote the body
     match = _PATH.search(text)
@@ -287,8 +255,10 @@ def _as_invalid(error: msgspec.ValidationError) -> InvalidRequest:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequest(f"{param!r} is missing.", param=param)
     reason = cut(reason.replace("`", "'"))
-    if param and param.endswith(".role"):
-        reason += f"; use one of {', '.join(get_args(Role))}"
+    if match and match["key"]:
+        reason += " as a key"
+    if param and "Invalid enum value" in reason and (choices := _choices(kind, _last_name(param))):
+        reason += f"; it takes {', '.join(choices)}"
     return InvalidRequest(f"{param}: {reason}." if param else f"{reason}.", param=param)
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from paceline.errors import InvalidRequest, shown
 from paceline.request import SamplingParams
 from paceline.server.body import read_request
 from paceline.server.failures import CLIENT_CLOSED_REQUEST, Failure, failure_of
+from paceline.server.fields import parse
 from paceline.server.job import ChoiceDelta, Job, JobSpec
 from paceline.server.params import client_names
 from paceline.server.replies import to_json
@@ -106,7 +108,8 @@ class GenerationEndpoint(ABC, Generic[Body]):
     async def post(self, request: Request) -> Response | EventStream:
         service = self._service
         client = service.client  # raises before the body is read if the server cannot answer
-        async with read_request(request, service, self.body_type, num_sequences=1) as (body, size):
+        parsed = partial(parse, kind=self.body_type)
+        async with read_request(request, service, parsed, num_sequences=1) as (body, size):
             arrival_s = time.monotonic()
             model = service.resolve_model(body.model)
             with client_names(self.field_names(body)):

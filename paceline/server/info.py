@@ -30,8 +30,8 @@ class InfoEndpoints:
         return json_response(self._card(name))
 
     async def health(self, request: Request) -> Response:
-        """Liveness: the engine has not ended for good. It may be loading or restarting: whoever
-        ends the server then would lose what the restart saves."""
+        """Liveness: 503 only if the engine has ended and will not be restarted. A server that loads
+        or restarts must not be killed, because its open requests continue after the restart."""
         service = self._service
         if service.engine_error is not None:
             raise service.engine_error
@@ -40,8 +40,18 @@ class InfoEndpoints:
             return json_response({"status": "ok"})
         status = "restarting" if stats.is_restarting else "degraded"
         serving = f"{stats.num_replicas - stats.num_restarting} of {stats.num_replicas}"
-        reason = short_reason(stats.restart_reason)
-        return json_response({"status": status, "replicas_serving": serving, "reason": reason})
+        lost = {r: rank for r, rank in sorted(stats.ranks.items()) if rank.is_restarting}
+        newest = max(lost.values(), key=lambda rank: rank.restarted_at_s)
+        return json_response(
+            {
+                "status": status,
+                "replicas_serving": serving,
+                "reason": short_reason(newest.reason),
+                "restarting": [
+                    {"rank": r, "reason": short_reason(rank.reason)} for r, rank in lost.items()
+                ],
+            }
+        )
 
     async def ready(self, request: Request) -> Response:
         """Readiness: whether the server takes requests now."""

@@ -137,7 +137,7 @@ class Job:
             self._measure(choice, count, now)
         if delta.finish_reason is not None:
             self._num_open -= 1
-            self._latencies.end_to_end(now - self.spec.arrival_s)
+            self._latencies.e2e_request_latency.observe(now - self.spec.arrival_s)
             if delta.finish_reason in ("abort", "error"):
                 generation = self.generations[choice // self.spec.n]
                 error = generation.error or _ended_early(delta, generation.params)
@@ -159,9 +159,9 @@ class Job:
     def _measure(self, choice: int, count: int, now: float) -> None:
         last = self._last_token_s[choice]
         if last:
-            self._latencies.inter_token((now - last) / count, count)
+            self._latencies.inter_token_latency.observe((now - last) / count, count)
         else:
-            self._latencies.first_token(now - self.spec.arrival_s)
+            self._latencies.time_to_first_token.observe(now - self.spec.arrival_s)
         self._last_token_s[choice] = now
 
     # ---- the reader's side

@@ -18,7 +18,7 @@ from paceline.errors import InvalidRequest, shown
 from paceline.request import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
+    MAX_ENTRIES,
     MAX_OWN_STOP_TOKEN_IDS,
 )
 from paceline.server.requests import WITHOUT_EFFECT
@@ -76,9 +76,8 @@ LIMITS: Mapping[str, Limit] = {
     "tokens": Limit(entries=MAX_VALUES),
     "stop": _STOPS,
     "stop_token_ids": Limit(entries=MAX_OWN_STOP_TOKEN_IDS),
+    **{name: Limit(entries=most) for name, most in MAX_ENTRIES.items()},
     "bad_words": Limit(entries=MAX_BAD_WORDS, chars=MAX_BAD_WORD_CHARS),
-    "allowed_token_ids": Limit(entries=1 << 19),
-    "logit_bias": Limit(entries=MAX_LOGIT_BIAS),
     "logits_processors": Limit(entries=16, chars=256),
     "chat_template": Limit(chars=128 * KIB),
     "chat_template_kwargs": _FREE_FORM,

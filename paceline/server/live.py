@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.responses import Response
 
+from paceline.engine.stats import EngineStats
 from paceline.errors import Overloaded, PacelineError
-from paceline.observe.histogram import Histogram
 from paceline.observe.trace import LANES, chrome_trace, newest_spans, unpack_spans
 from paceline.server.generate import STREAM_START, disconnect_watched, json_response
 from paceline.server.replies import to_event
@@ -67,6 +67,13 @@ class LiveFrame(msgspec.Struct, kw_only=True):
     time_to_first_token: list[tuple[str, int]]
     inter_token_latency: list[tuple[str, int]]
     ranks: list[LiveRank]
+
+
+_STATS = [
+    name
+    for name in LiveFrame.__struct_fields__
+    if hasattr(EngineStats(), name) and name != "ranks"  # which are made from the newest steps
+]
 
 
 class LiveFeed:
@@ -148,26 +155,11 @@ class LiveFeed:
             time_s=time.monotonic(),
             lanes=LANES,
             max_drafts=client.info.max_k,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_usage=stats.kv_usage,
-            num_steps=stats.num_steps,
-            bubble_s=stats.bubble_s,
-            busy_s=stats.busy_s,
-            num_generated_tokens=stats.num_generated_tokens,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
-            num_forced_tokens=stats.num_forced_tokens,
-            accepted_per_position=stats.accepted_per_position,
-            time_to_first_token=_pairs(latencies.time_to_first_token),
-            inter_token_latency=_pairs(latencies.inter_token_latency),
+            **{name: getattr(stats, name) for name in _STATS},
+            time_to_first_token=list(latencies.time_to_first_token.buckets()),
+            inter_token_latency=list(latencies.inter_token_latency.buckets()),
             ranks=ranks,
         )
-
-
-def _pairs(histogram: Histogram) -> list[tuple[str, int]]:
-    return list(histogram.buckets())
 
 
 def _packed_to_us(packed: bytes) -> list[tuple[int, int, float, float]]:

@@ -53,31 +53,37 @@ class MessagesFormat(BlockFormat):
 
     def whole(self, job: Job) -> wire.MessageReply:
         reply = _empty(job)
-        reply.content = [
-            _whole_block(block, self._shows(block) * block.text) for block in self.blocks
-        ]
+        reply.content = [self._content(block) for block in self.blocks]
         reply.stop_reason, reply.stop_sequence = self._stop()
-        reply.usage = _usage(job)
         return reply
 
     def begin(self, job: Job) -> bytes:
         return _event("message_start", message=_empty(job))
 
     def open_block(self, block: Block) -> bytes:
-        return _event("content_block_start", index=block.index, content_block=_made(block, "", {}))
+        return _event("content_block_start", index=block.index, content_block=self._content(block))
 
-    def _shows(self, block: Block) -> bool:
-        return self._shows_thinking or block.kind is not BlockKind.REASONING
+    def _content(self, block: Block) -> wire.OutputBlock:
+        """The block as far as it has come."""
+        if block.call is not None:
+            called, arguments = block.call, _arguments(block.text)
+            return wire.ToolUseBlock(id=called.id, name=called.name or "", input=arguments)
+        if block.kind is BlockKind.TEXT:
+            return wire.TextBlock(text=block.text)
+        signature = _SIGNATURE if block.is_closed else ""
+        return wire.ThinkingBlock(
+            thinking=block.text if self._shows_thinking else "", signature=signature
+        )
 
-    def more_of(self, block: Block, text: str) -> bytes:
-        if not self._shows(block):
-            return b""
+    def extend_block(self, block: Block, text: str) -> bytes:
         if block.kind is BlockKind.CALL:
             delta = {"type": "input_json_delta", "partial_json": text}
-        elif block.kind is BlockKind.REASONING:
+        elif block.kind is BlockKind.TEXT:
+            delta = {"type": "text_delta", "text": text}
+        elif self._shows_thinking:
             delta = {"type": "thinking_delta", "thinking": text}
         else:
-            delta = {"type": "text_delta", "text": text}
+            return b""
         return _event("content_block_delta", index=block.index, delta=delta)
 
     def close_block(self, block: Block) -> bytes:
@@ -128,21 +134,10 @@ def _usage(job: Job) -> wire.MessagesUsage:
     )
 
 
-def _whole_block(block: Block, text: str) -> wire.OutputBlock:
-    if block.kind is not BlockKind.CALL:
-        return _made(block, text, {}, _SIGNATURE)
+def _arguments(text: str) -> dict[str, Any]:
+    """{} if the output was cut inside the call."""
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:  # the output was cut inside the call
-        arguments = {}
-    return _made(block, "", arguments if isinstance(arguments, dict) else {})
-
-
-def _made(
-    block: Block, text: str, arguments: dict[str, Any], signature: str = ""
-) -> wire.OutputBlock:
-    if block.call is not None:
-        return wire.ToolUseBlock(id=block.call.id, name=block.call.name or "", input=arguments)
-    if block.kind is BlockKind.REASONING:
-        return wire.ThinkingBlock(thinking=text, signature=signature)
-    return wire.TextBlock(text=text)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

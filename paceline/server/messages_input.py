@@ -9,10 +9,6 @@ from typing import Any
 from paceline.errors import InvalidRequest
 from paceline.server import as_chat
 from paceline.server import messages_types as wire
-from paceline.server.requests import GenerateFields
-
-# Fields that mean the same in chat completions.
-_SHARED = {*wire.MessagesRequest.__struct_fields__} & {*GenerateFields.__struct_fields__}
 
 
 def translate(body: wire.CountTokensRequest) -> as_chat.Translated:
@@ -21,18 +17,15 @@ def translate(body: wire.CountTokensRequest) -> as_chat.Translated:
         conversation.add("system", role="system", content=_text_of(body.system))
     for i, message in enumerate(body.messages):
         _add_message(conversation, message, f"messages[{i}]")
-    raw: dict[str, Any] = {"messages": conversation.messages}
-    kwargs = dict(body.chat_template_kwargs or {})
+    raw = {"messages": conversation.messages, **as_chat.shared_fields(body)}
     if isinstance(body.thinking, wire.ThinkingEnabled | wire.ThinkingDisabled):
-        kwargs.setdefault("enable_thinking", isinstance(body.thinking, wire.ThinkingEnabled))
-    if kwargs:
-        raw["chat_template_kwargs"] = kwargs
+        switch = {"enable_thinking": isinstance(body.thinking, wire.ThinkingEnabled)}
+        raw["chat_template_kwargs"] = switch | (body.chat_template_kwargs or {})
     if body.messages and body.messages[-1].role == "assistant":
         raw["continue_final_message"] = True
     shown = _shown_tools(body)
     _add_tools(body, shown.values(), raw)
     _add_output(body, raw)
-    raw |= {name: v for name in _SHARED if (v := getattr(body, name, None)) is not None}
     if isinstance(body, wire.MessagesRequest) and body.stop_sequences:
         raw["stop"] = body.stop_sequences
     names = conversation.names() | {

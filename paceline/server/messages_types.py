@@ -60,7 +60,7 @@ class MessageTool(msgspec.Struct, kw_only=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: Any = None
-    # Marks of newer clients: arguments are always streamed.
+    # Newer clients send these. Arguments are streamed with or without the first.
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
     defer_loading: bool | None = None  # not shown before a tool_reference names it
@@ -125,7 +125,7 @@ class CountTokensRequest(GenerationBody, kw_only=True):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"}
     )
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]] | None] = {
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
@@ -177,7 +177,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _check_context(value: Any) -> None:
-    """Edits that would change the conversation are refused; to keep all thinking is no edit."""
+    """Refuse edits that would change the conversation. Keeping all thinking changes nothing."""
     edits = value.get("edits") if isinstance(value, dict) else []
     for i, edit in enumerate(edits if isinstance(edits, list) else ()):
         kind, keep = (edit.get("type"), edit.get("keep")) if isinstance(edit, dict) else (edit, "")
@@ -193,7 +193,7 @@ def _check_context(value: Any) -> None:
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """The tokens of a prompt are those of the first three fields together."""
+    """The prompt's tokens are the sum of the first three fields."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0

@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from paceline.engine.stats import DIED, DRAINED, EngineStats
 from paceline.observe.histogram import Histogram
 from paceline.observe.stream import num_dropped_lines
+from paceline.server.rank_metrics import rank_families
 from paceline.step import RunnerInfo
 
 FIRST_TOKEN_BOUNDS_S = (
@@ -132,12 +133,9 @@ class Latencies:
 
     def __init__(self) -> None:
         self.time_to_first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
+        # Time per token: tokens of one step share its time.
         self.inter_token_latency = Histogram(INTER_TOKEN_BOUNDS_S)
         self.e2e_request_latency = Histogram(END_TO_END_BOUNDS_S)
-        # Time per token: tokens of one step share its time.
-        self.inter_token = self.inter_token_latency.observe
-        self.first_token = self.time_to_first_token.observe
-        self.end_to_end = self.e2e_request_latency.observe
 
 
 class Metrics:
@@ -163,14 +161,15 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        for family in self._families():
+        for family in (*self._families(), *rank_families(self.stats, self._model_name)):
             yield family
             if self._also_as_vllm:
                 yield _as_vllm(family)
         if self._also_as_vllm:
             info = self._info
             sizes = {"block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages)}
-            text = "The sizes of the KV cache, as labels."
+            sizes["cache_dtype"] = info.kv_cache_dtype
+            text = "Sizes and type of the KV cache, as labels."
             yield self._labels("vllm:cache_config_info", text, sizes)
 
     def _labels(self, name: str, text: str, values: Mapping[str, str]) -> Metric:

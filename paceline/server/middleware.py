@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from paceline.errors import cut, nearest, shown
 from paceline.observe.log import RequestLogger
 from paceline.server.api_keys import Account, ApiKeys
 from paceline.server.failures import CLIENT_CLOSED_REQUEST, Failure, HttpFailure, failure_of
-from paceline.server.operations import OPERATIONS, PAGE_PATHS, is_not_built
+from paceline.server.operations import PAGE_PATHS, is_not_built, served_operations
 from paceline.server.options import ServerOptions
 from paceline.server.origin_policy import OriginPolicy
 from paceline.server.response_store import NO_KEY
@@ -135,15 +136,21 @@ class RequestMiddleware:
 class RouteErrors:
     """Raises the router's 404 and 405 as HttpFailure; a 404 names the routes that exist."""
 
+    def __init__(self, options: ServerOptions) -> None:
+        served = served_operations(page=options.page)
+        self._paths = list(dict.fromkeys(op.open_path for op in served))
+
     async def __call__(self, request: Request, error: Exception) -> NoReturn:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
         status = 404 if is_not_built(path) else error.status_code
         if status == 404:
-            message = _no_route(path)
+            message = _no_route(path, self._paths)
         elif status == 405:
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{cut(path)} does not take {cut(method)}; use {allowed}."
+            if method == "OPTIONS":  # a browser asks whether a web page may call
+                message += " Start the server with --allowed-origins to let web pages call it."
         else:
             message = str(error.detail)
         code = "not_found" if status == 404 else None
@@ -157,10 +164,9 @@ def _given_key(headers: Headers) -> str:
     return headers.get("authorization", f"Bearer {own}" if own else "")
 
 
-def _no_route(path: str) -> str:
+def _no_route(path: str, paths: Sequence[str]) -> str:
     if is_not_built(path):
         return f"{shown(path)} is not built; this server only generates text. See /docs."
-    paths = list(dict.fromkeys(op.open_path for op in OPERATIONS))
     # Routes have common prefixes, so the default cutoff would match unrelated ones.
     hint = nearest(path, paths, cutoff=0.8)
     return f"There is no {shown(path)}.{hint} The routes are: {', '.join(paths)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -14,7 +14,6 @@ from paceline.server.job import ChoiceDelta, Job
 from paceline.server.logprobs import prompt_logprobs
 from paceline.server.requests import GenerateFields
 from paceline.server.service import Service
-from paceline.server.spec_metrics import spec_decode_metrics
 
 Body = TypeVar("Body", bound=GenerateFields)
 # Continuous usage, null until the last chunk, or no such field: as stream_options asks.
@@ -69,7 +68,7 @@ class OpenAIFormat(ABC, Generic[Body]):
             return UNSET
         level = self._service.options.per_request_spec_decode_metrics
         return wire.ReplyMetrics(
-            spec_decode_metrics(steps, info.max_k, detailed=level == "detailed")
+            _spec_decode_metrics(steps, info.max_k, detailed=level == "detailed")
         )
 
     def _chunk(self, job: Job, usage: ChunkUsage, *choices: Any) -> Any:
@@ -83,10 +82,6 @@ class OpenAIFormat(ABC, Generic[Body]):
             "model": spec.model,
             "system_fingerprint": self._service.fingerprint,
         }
-
-    def _has_content(self, delta: ChoiceDelta) -> bool:
-        """Whether a chunk for its text is due. Tokens may have no text yet."""
-        return bool(delta.text or (self._shows_tokens and delta.token_ids))
 
     @property
     def _shows_tokens(self) -> bool:
@@ -110,3 +105,28 @@ class OpenAIFormat(ABC, Generic[Body]):
     def _prompt_logprobs(self, job: Job, prompt_idx: int = 0) -> wire.PromptLogprobs | UnsetType:
         top, tables = self._body.prompt_logprobs, job.prompt_logprobs[prompt_idx]
         return UNSET if top is None or tables is None else prompt_logprobs(tables, top)
+
+
+def _spec_decode_metrics(
+    steps: Sequence[tuple[int, int]], max_k: int, *, detailed: bool
+) -> wire.SpecDecodeMetrics:
+    """In vLLM's form. `steps`: drafts verified and accepted by each step that had some."""
+    # Forced tokens of a grammar are drafts too, and may be more.
+    histogram = [0] * (max([max_k, *(accepted for _, accepted in steps)]) + 1)
+    for _, accepted in steps:
+        histogram[accepted] += 1
+    num_drafted = sum(drafted for drafted, _ in steps)
+    num_accepted = sum(accepted for _, accepted in steps)
+    metrics = wire.SpecDecodeMetrics(
+        mean_acceptance_length=1 + num_accepted / max(1, len(steps)),
+        draft_acceptance_rate=num_accepted / max(1, num_drafted),
+        acceptance_histogram=histogram,
+        num_spec_steps=len(steps),
+        num_accepted_draft_tokens=num_accepted,
+        num_draft_tokens=num_drafted,
+        num_spec_tokens=max_k,
+    )
+    if detailed:
+        metrics.per_step_accepted = [accepted for _, accepted in steps]
+        metrics.per_step_drafted = [drafted for drafted, _ in steps]
+    return metrics

@@ -14,7 +14,7 @@ from paceline import __version__
 from paceline.server.failures import MESSAGES_PATH
 from paceline.server.generate import json_response
 from paceline.server.listen import curl_line
-from paceline.server.operations import OPERATIONS, Operation
+from paceline.server.operations import OPERATIONS, Operation, served_operations
 from paceline.server.page_files import page_file
 from paceline.server.replies import AnthropicError, ErrorReply
 from paceline.server.service import Service
@@ -31,16 +31,16 @@ summary { cursor: pointer; padding: .3em 0 }
 </style>"""
 
 
-def openapi() -> dict[str, Any]:
+def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
     """The description of this server, OpenAPI 3.1."""
-    types = [t for op in OPERATIONS for t in (*op.bodies, op.reply) if t is not None]
+    types = [t for op in operations for t in (*op.bodies, op.reply) if t is not None]
     types += [ErrorReply, AnthropicError]
     template = "#/components/schemas/{name}"
     schemas, components = msgspec.json.schema_components(types, ref_template=template)
     found = list(schemas)
     schema_of = {id(kind): schema for kind, schema in zip(types, found, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
-    for op in OPERATIONS:
+    for op in operations:
         is_anthropic = op.path.startswith(MESSAGES_PATH)
         error = schema_of[id(AnthropicError if is_anthropic else ErrorReply)]
         bodies = [schema_of[id(kind)] for kind in op.bodies]
@@ -98,7 +98,8 @@ def _operation(op: Operation, bodies: list[Any], reply: Any, error: Any) -> dict
 class DescriptionEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._document = msgspec.json.encode(openapi())
+        self._operations = served_operations(page=service.options.page)
+        self._document = msgspec.json.encode(openapi(self._operations))
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
@@ -109,34 +110,19 @@ class DescriptionEndpoints:
     async def root(self, request: Request) -> Response:
         """The model's name is not shown on a server with a key: this route asks for none."""
         service = self._service
+        if service.options.page and "text/html" in request.headers.get("accept", ""):
+            return page_file("index.html", "text/html")
         names = () if service.options.needs_key else service.model_names
-        routes = {f"{op.method} {op.open_path}": op.summary for op in OPERATIONS}
-        facts = {
-            "name": "Paceline",
-            "version": __version__,
-            "status": service.state.value,
-            "model": names[0] if names else None,
-            "try": curl_line(str(request.base_url).rstrip("/"), service.options),
-            "routes": routes,
-        }
-        if "text/html" in request.headers.get("accept", ""):
-            if service.options.page:
-                return page_file("index.html", "text/html")
-            return HTMLResponse(_root_page(facts, routes))
-        return json_response(facts)
-
-
-def _root_page(facts: dict[str, Any], routes: dict[str, str]) -> str:
-    rows = "".join(
-        f"<tr><td><code>{_escape(route)}</code><td>{_escape(text)}"
-        for route, text in routes.items()
-    )
-    model = f"<p>Model: <code>{_escape(facts['model'])}</code></p>" if facts["model"] else ""
-    return (
-        f"<!doctype html><title>Paceline</title>{_STYLE}<h1>Paceline</h1>{model}"
-        f"<p>Status: {_escape(facts['status'])}</p><pre>{_escape(facts['try'])}</pre>"
-        f'<table>{rows}</table><p><a href="/docs">All types</a></p>'
-    )
+        return json_response(
+            {
+                "name": "Paceline",
+                "version": __version__,
+                "status": service.state.value,
+                "model": names[0] if names else None,
+                "try": curl_line(str(request.base_url).rstrip("/"), service.options),
+                "routes": {f"{op.method} {op.open_path}": op.summary for op in self._operations},
+            }
+        )
 
 
 def _docs_page(document: dict[str, Any]) -> str:
@@ -186,16 +172,12 @@ def _shown(schema: dict[str, Any]) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
-        return _any(schema["anyOf"])
+        return " or ".join(map(_shown, schema["anyOf"]))
     if "enum" in schema:
         return " or ".join(f"<code>{_escape(value)}</code>" for value in schema["enum"])
     if schema.get("type") == "array":
         return f"array of {_shown(schema.get('items', {}))}"
     return _escape(schema.get("type", "anything"))
-
-
-def _any(schemas: Sequence[dict[str, Any]]) -> str:
-    return " or ".join(_shown(schema) for schema in schemas)
 
 
 def _escape(value: Any) -> str:

@@ -188,7 +188,7 @@ OPERATIONS: tuple[Operation, ...] = (
         is_of_page=True,
     ),
 )
-# Files of the page; they need no key, because the page asks for it.
+# Files of the page. They need no key, because the page asks for the key.
 PAGE_TYPES = {"app.js": "text/javascript", "app.css": "text/css", "icon.svg": "image/svg+xml"}
 PAGE_PATHS = frozenset(f"/page/{name}" for name in PAGE_TYPES)
 # Routes of OpenAI, Anthropic and vLLM that do not exist here.
@@ -200,6 +200,10 @@ NOT_BUILT_PATHS = (
     *("/rerank", "/v1/score", "/score", "/pooling", "/classify", "/v1/load_lora_adapter"),
     *("/v1/unload_lora_adapter", "/invocations", "/sleep", "/wake_up"),
 )
+
+
+def served_operations(*, page: bool) -> tuple[Operation, ...]:
+    return tuple(op for op in OPERATIONS if page or not op.is_of_page)
 
 
 def is_not_built(path: str) -> bool:

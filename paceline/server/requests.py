@@ -6,9 +6,12 @@ A field that is absent or null is None and takes the model's or OpenAI's default
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
+
+from paceline.request import SamplingParams
 
 # Integers beyond 64 bits are refused here, with the name of the field.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -28,6 +31,52 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
+# Fields of other servers, and older ones of vLLM, that every API refuses -> what to do instead.
+OF_OTHER_SERVERS: Mapping[str, str] = {
+    **{
+        f"guided_{kind}": f"Send structured_outputs.{kind}."
+        for kind in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+    },
+    "structural_tag": "Send structured_outputs.structural_tag.",
+    "guided_decoding_backend": "There is one backend.",
+    "guided_decoding_disable_fallback": "There is one backend.",
+    **{
+        f"guided_decoding_{name}": f"Send structured_outputs.{name}."
+        for name in ("disable_any_whitespace", "disable_additional_properties")
+    },
+    "request_id": "Send the X-Request-Id header.",
+    "num_ctx": "The server's --max-model-len sets the context length.",
+    "enable_thinking": "Chat takes chat_template_kwargs.enable_thinking.",
+    "extra_body": "Send its fields beside the others, as the openai package does.",
+}
+# Fields of OpenAI, then of vLLM, that are not supported -> their neutral values besides null.
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": ([], ["text"]),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    **dict.fromkeys(OF_OTHER_SERVERS, ()),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
@@ -38,10 +87,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields of every API that generates."""
 
-    # Names that are accepted and change no token, and names that are not supported with the values
-    # that ask for nothing. None: those of `fields.NOT_BUILT`.
+    # Names that are accepted and change no token.
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]] | None] = None
+    # Names that are not supported -> their neutral values besides null.
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     hints: ClassVar[Mapping[str, str]] = {}  # other APIs' names -> what to do instead
     # Field -> what to do if an object in it has a `type` that is not supported.
     advice: ClassVar[Mapping[str, str]] = {}
@@ -74,36 +123,53 @@ class SampledBody(GenerationBody, kw_only=True):
     num_speculative_tokens: Int | None = None
 
 
+# The type of a sampling parameter -> that of its field.
+_FIELD_TYPES: Mapping[str, Any] = {
+    "int": Int,
+    "float": float,
+    "bool": bool,
+    "Sequence[int]": list[TokenId],
+    "Sequence[str]": list[str],
+    "Mapping[int, float]": dict[Int, float],
+    "Mapping[str, Any]": dict[str, Any],
+}
+_NOT_FIELDS = {"detokenize", "logprobs"}  # replies have text; each API has its own logprobs
+
+
+def _with_sampling_params(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The same with a field for every sampling parameter that it does not declare."""
+    more = [
+        (f.name, _FIELD_TYPES[str(f.type).removesuffix(" | None")] | None, None)
+        for f in fields(SamplingParams)
+        if f.name not in {*kind.__struct_fields__, *_NOT_FIELDS}
+    ]
+    return msgspec.defstruct(kind.__name__, more, bases=(kind,), module=__name__, kw_only=True)
+
+
+@_with_sampling_params
 class GenerateFields(SampledBody, kw_only=True):
-    """Fields of both chat and text completions."""
+    """Fields of both chat and text completions: all sampling parameters, and these. A parameter is
+    declared here only if other modules read it, or if its type differs."""
+
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_BUILT
 
     stream_options: StreamOptions | None = None
-    # OpenAI's sampling
-    n: Int | None = None
-    logit_bias: dict[Int, float] | None = None
     max_tokens: Int | None = None
-    # vLLM's sampling
-    min_tokens: Int | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: Int | None = None
+    # vLLM's
     add_special_tokens: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
-    logits_processors: list[str] | None = None
     # Structured output: OpenAI's field and vLLM's. `structured.py` reads them.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     # Paceline's
     return_token_sources: bool | None = None
-    extra_args: dict[str, Any] | None = None
-    speculative: dict[str, Any] | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One message of a conversation. `conversation.py` checks the parts of `content`."""
+    """One message of a conversation. `text/messages.py` checks the parts of `content`."""
 
     role: Role
     content: str | list[str | dict[str, Any]] | None = None
@@ -128,6 +194,8 @@ class TemplatedRequest(Protocol):
 
 
 class ChatRequest(GenerateFields, kw_only=True):
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "Send a prompt to /v1/completions."}
+
     messages: list[InputMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -143,7 +211,16 @@ class ChatRequest(GenerateFields, kw_only=True):
     top_logprobs: Int | None = None
 
 
+_OF_CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+
+
 class CompletionRequest(GenerateFields, kw_only=True):
+    hints: ClassVar[Mapping[str, str]] = {
+        **{name: f"Send {name} to /v1/chat/completions." for name in _OF_CHAT},
+        "max_completion_tokens": "Did you mean 'max_tokens'?",
+        "top_logprobs": "Did you mean 'logprobs'? It is a number here.",
+    }
+
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Int | None = None
 

@@ -13,7 +13,7 @@ from paceline.server import responses_types as wire
 from paceline.server.as_chat import Translated, TranslatedEndpoint
 from paceline.server.generate import CheckedRequest, json_response, owner_of
 from paceline.server.response_store import LiveResponse, ResponseStore, StoredResponse
-from paceline.server.responses_format import Asked, ResponsesFormat
+from paceline.server.responses_format import RequestEcho, ResponsesFormat
 from paceline.server.responses_input import own_items, translate
 from paceline.server.service import Client, Service
 
@@ -55,32 +55,30 @@ class ResponsesEndpoint(TranslatedEndpoint[wire.ResponsesRequest]):
             return translate(body, history, own)
 
         checked, translated = await self.check_as_chat(client, size, owner, work)
-        self._drop_search(body)
-        asked = Asked(
+        echo = RequestEcho(
             body=body,
+            tools=self._offered(body),
             items=items if self._is_stored(body) else (),
-            spaced=translated.spaced,
+            namespaced=translated.namespaced,
             is_stored=self._is_stored(body),
             owner=owner,
-            temperature=checked.params.temperature,
-            top_p=checked.params.top_p,
+            params=checked.params,
         )
         body.input = None  # the prompt holds it, and a stream may last for hours
-        reply_format = ResponsesFormat(service, asked, checked.make_parser)
+        reply_format = ResponsesFormat(service, echo, checked.make_parser)
         return replace(checked, reply_format=reply_format)
 
-    def _drop_search(self, body: wire.ResponsesRequest) -> None:
-        """The reply lists the tools that the model was offered. The first loss is logged."""
-        offered: list[wire.Tool] = [
-            t for t in body.tools or () if not isinstance(t, wire.WebSearchTool)
-        ]
-        if len(offered) < len(body.tools or ()) and not self._has_warned:
+    def _offered(self, body: wire.ResponsesRequest) -> list[wire.OfferedTool]:
+        """The tools that the model is told of. The first time that there are others is logged."""
+        tools = body.tools or ()
+        offered = [tool for tool in tools if not isinstance(tool, wire.HostedTool)]
+        if len(offered) < len(tools) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a client offers the tool web_search; Paceline has no search, so the model is not "
-                "told of it (docs/howto/clients.md). This is logged once."
+                "a client offers a hosted tool (web_search, image_generation); Paceline cannot run "
+                "it, so the model is not told of it (docs/howto/clients.md). This is logged once."
             )
-        body.tools = offered
+        return offered
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the input of a request would have."""
@@ -105,7 +103,7 @@ class StoredResponseEndpoints:
             )
         if (live := self._live(request)) is not None:
             return json_response(live.current())
-        return _json(self._stored(request).reply)
+        return HttpResponse(self._stored(request).reply, media_type="application/json")
 
     async def delete(self, request: Request) -> HttpResponse:
         """A response that is being streamed will not be stored; its stream goes on."""
@@ -120,7 +118,7 @@ class StoredResponseEndpoints:
         """Ends a response that is being streamed. One that has ended stays as it is."""
         if (live := self._live(request)) is not None:
             return json_response(live.cancel())
-        return _json(self._stored(request).reply)
+        return HttpResponse(self._stored(request).reply, media_type="application/json")
 
     async def input_items(self, request: Request) -> HttpResponse:
         """What the model was given, those items included that came from earlier responses."""
@@ -139,12 +137,10 @@ class StoredResponseEndpoints:
                 raise InvalidRequest(f"after: there is no item {shown(after)}.", param="after")
             items = items[at + 1 :]
         page = items[: int(limit)]
-        ids: list[str | None] = [str(item.id) for item in page]
-        ids = ids or [None]
+        ids: list[str | None] = [*(str(item.id) for item in page)] or [None]
+        has_more = len(items) > len(page)
         return json_response(
-            wire.ItemList(
-                data=page, first_id=ids[0], last_id=ids[-1], has_more=len(items) > len(page)
-            )
+            wire.ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=has_more)
         )
 
     def _live(self, request: Request) -> LiveResponse | None:
@@ -152,10 +148,6 @@ class StoredResponseEndpoints:
 
     def _stored(self, request: Request) -> StoredResponse:
         return _found(self._store, request.path_params["id"], owner_of(request), "id")
-
-
-def _json(body: bytes) -> HttpResponse:
-    return HttpResponse(body, media_type="application/json")
 
 
 def _found(store: ResponseStore, response_id: str, owner: bytes, param: str) -> StoredResponse:

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from paceline.request import SamplingParams
 from paceline.server import responses_types as wire
 from paceline.server.blocks import Block, BlockFormat, BlockKind
 from paceline.server.failures import Failure, GenerationFailed
@@ -29,32 +30,32 @@ _PARTS = {BlockKind.REASONING: wire.ReasoningText, BlockKind.TEXT: wire.OutputTe
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a reply repeats of its request."""
+class RequestEcho:
+    """What a reply repeats of its request, and whose it is in the store."""
 
     body: wire.ResponsesRequest
+    tools: Sequence[wire.OfferedTool]  # those that the model was told of
     items: Sequence[wire.Item]  # the whole input
-    spaced: dict[str, tuple[str, str]]  # see Translated
+    namespaced: dict[str, tuple[str, str]]  # full name of a function -> its namespace and name
     is_stored: bool
     owner: bytes  # see response_store
-    temperature: float
-    top_p: float
+    params: SamplingParams
 
 
 class ResponsesFormat(BlockFormat):
     def __init__(
-        self, service: Service, asked: Asked, make_parser: Callable[[], OutputParser]
+        self, service: Service, echo: RequestEcho, make_parser: Callable[[], OutputParser]
     ) -> None:
         super().__init__(make_parser)
         self._service = service
         self._store = service.responses
-        self._asked = asked
+        self._echo = echo
         self._ids: list[str] = []  # of the output items
         self._number = 0  # of the next event
         self._job: Job | None = None
         self._is_cancelled = False
-        self._is_kept = asked.is_stored
-        include = asked.body.include or ()
+        self._is_kept = echo.is_stored
+        include = echo.body.include or ()
         self._seals_reasoning = "reasoning.encrypted_content" in include
 
     # ---- the response object
@@ -76,9 +77,9 @@ class ResponsesFormat(BlockFormat):
         return self.current()
 
     def discard(self) -> None:
-        """Do not store it when its stream ends, which goes on."""
+        """The stream goes on, but the response is not stored at its end."""
         self._is_kept = False
-        self._leave()
+        self._unregister()
 
     def _finished(self) -> wire.Response:
         if self.finish_reason == "length":
@@ -89,7 +90,7 @@ class ResponsesFormat(BlockFormat):
 
     def _response(self, status: Any, **fields: Any) -> wire.Response:
         assert self._job is not None
-        body, spec = self._asked.body, self._job.spec
+        body, params, spec = self._echo.body, self._echo.params, self._job.spec
         if status != "in_progress":
             fields["usage"] = self._usage(self._job)
         return wire.Response(
@@ -99,39 +100,33 @@ class ResponsesFormat(BlockFormat):
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=spec.model,
-            output=[
-                self._item(block, self._status_of(block, status), block.text)
-                for block in self.blocks
-            ],
+            output=[self._item(b, is_over=status != "in_progress") for b in self.blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=body.reasoning or wire.ReasoningOptions(),
-            store=self._asked.is_stored,
-            temperature=self._asked.temperature,
+            store=self._echo.is_stored,
+            temperature=params.temperature,
             text=wire.TextOptions(format=(body.text and body.text.format) or wire.TextFormat()),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
-            top_p=self._asked.top_p,
+            tools=list(self._echo.tools),
+            top_p=params.top_p,
             metadata=body.metadata or {},
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            prompt_cache_key=body.prompt_cache_key,
+            safety_identifier=body.safety_identifier,
+            user=body.user,
             **fields,
         )
 
-    def _status_of(self, block: Block, status: str) -> wire.Status:
-        """The last item of a response that was cut is cut too."""
-        if status == "in_progress" and not block.is_closed:
-            return "in_progress"
-        is_last = block is self.blocks[-1]
-        return (
-            "completed" if status in ("completed", "in_progress") or not is_last else "incomplete"
-        )
-
-    def _item(self, block: Block, status: wire.Status, text: str) -> wire.OutputItem:
+    def _item(self, block: Block, *, is_over: bool = False) -> wire.OutputItem:
+        """The block as far as it has come. `is_over`: no more of it will come."""
         if block.index == len(self._ids):
             self._ids.append(new_id(_PREFIXES[block.kind]))
-        item_id = self._ids[block.index]
+        item_id, text, status = self._ids[block.index], block.text, _status_of(block, is_over)
         if block.call is not None:
             name = block.call.name or ""
-            namespace, name = self._asked.spaced.get(name, (UNSET, name))
+            namespace, name = self._echo.namespaced.get(name, (UNSET, name))
             return wire.FunctionCallItem(
                 id=item_id,
                 call_id=block.call.id,
@@ -166,14 +161,14 @@ class ResponsesFormat(BlockFormat):
 
     def _stored(self, response: wire.Response) -> wire.Response:
         if self._is_kept:
-            self._store.put(response, self._asked.items, self._asked.owner)
-        self._leave()
+            self._store.put(response, self._echo.items, self._echo.owner)
+        self._unregister()
         return response
 
-    def _leave(self) -> None:
-        """It is no longer found as a stream that runs."""
+    def _unregister(self) -> None:
+        """Remove it from the streams that are running."""
         assert self._job is not None
-        self._store.live.pop((self._asked.owner, self._job.spec.id), None)
+        self._store.live.pop((self._echo.owner, self._job.spec.id), None)
 
     # ---- events
 
@@ -183,29 +178,27 @@ class ResponsesFormat(BlockFormat):
 
     def begin(self, job: Job) -> bytes:
         self._job = job
-        if self._asked.is_stored:
-            self._store.live[self._asked.owner, job.spec.id] = self
+        if self._echo.is_stored:
+            self._store.live[self._echo.owner, job.spec.id] = self
         response = self.current()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def open_block(self, block: Block) -> bytes:
-        item = self._item(block, "in_progress", "")
+        item = self._item(block)
         event = self._event("response.output_item.added", output_index=block.index, item=item)
-        return event + self._part_event("added", block, "")
+        return event + self._part_event("added", block)
 
-    def more_of(self, block: Block, text: str) -> bytes:
+    def extend_block(self, block: Block, text: str) -> bytes:
         return self._text_event("delta", block, delta=text)
 
     def close_block(self, block: Block) -> bytes:
-        text, index = block.text, block.index
-        item = self._item(block, "completed", text)
-        whole = {"text": text}
+        item, whole = self._item(block), {"text": block.text}
         if isinstance(item, wire.FunctionCallItem):
-            whole = {"name": item.name, "arguments": text}
-        done = self._text_event("done", block, **whole) + self._part_event("done", block, text)
-        return done + self._event("response.output_item.done", output_index=index, item=item)
+            whole = {"name": item.name, "arguments": item.arguments}
+        done = self._text_event("done", block, **whole) + self._part_event("done", block)
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def last_events(self, job: Job) -> bytes:
         response = self._stored(self._finished())
@@ -229,13 +222,19 @@ class ResponsesFormat(BlockFormat):
             fields["logprobs"] = []
         return self._event(f"response.{_TEXTS[block.kind]}.{what}", **self._place(block), **fields)
 
-    def _part_event(self, what: str, block: Block, text: str) -> bytes:
+    def _part_event(self, what: str, block: Block) -> bytes:
         """Calls have no parts."""
         if block.kind is BlockKind.CALL:
             return b""
-        part = _PARTS[block.kind](text=text)
+        part = _PARTS[block.kind](text=block.text)
         return self._event(f"response.content_part.{what}", **self._place(block), part=part)
 
     def _place(self, block: Block) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
         return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
+
+
+def _status_of(block: Block, is_over: bool) -> wire.Status:
+    if block.is_cut or (is_over and not block.is_closed):
+        return "incomplete"
+    return "completed" if block.is_closed else "in_progress"

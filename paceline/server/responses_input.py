@@ -13,18 +13,12 @@ from msgspec import UNSET, UnsetType
 from paceline.errors import InvalidRequest
 from paceline.server import as_chat
 from paceline.server import responses_types as wire
-from paceline.server.requests import SampledBody
 
 _ID_PREFIXES = {
     wire.MessageItem: "msg",
     wire.FunctionCallItem: "fc",
     wire.FunctionOutputItem: "fco",
 }
-# Fields that mean the same in chat completions.
-_SHARED = (
-    *SampledBody.__struct_fields__,
-    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs"),
-)
 # What `encrypted_content` begins with. The text is only encoded: the client has it anyway.
 _SEALED = "paceline:"
 
@@ -75,8 +69,7 @@ def translate(
         _add_item(conversation, item, f"input[{i}]")
     if not history and not own:
         raise InvalidRequest("'input' is missing or empty; send text or items.", param="input")
-    raw: dict[str, Any] = {"messages": conversation.messages}
-    raw |= {name: v for name in _SHARED if (v := getattr(body, name)) is not None}
+    raw = {"messages": conversation.messages, **as_chat.shared_fields(body)}
     names = conversation.names()
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     if body.max_output_tokens is not None:
@@ -88,9 +81,8 @@ def translate(
         names |= {f"tools[{i}]": place for i, (place, _, _) in enumerate(functions)}
     _add_choices(body, raw)
     names |= as_chat.names_of_options(raw, form="text.format", effort="reasoning.effort")
-    # full name of a function -> its namespace and name
-    spaced = {tool["function"]["name"]: space for _, tool, space in functions if space}
-    return as_chat.Translated(raw, names, spaced)
+    namespaced = {tool["function"]["name"]: space for _, tool, space in functions if space}
+    return as_chat.Translated(raw, names, namespaced)
 
 
 def _add_choices(body: wire.ResponsesRequest, raw: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ Items are the same in requests and replies. A field set to UNSET is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -96,17 +96,19 @@ class NamespaceTool(msgspec.Struct, kw_only=True, tag="namespace"):
 
 
 class WebSearchTool(msgspec.Struct, kw_only=True, tag="web_search"):
-    """Accepted because codex offers it in every request. Paceline has no search, so the model is
-    not told of it, the reply does not list it, and the log says so once."""
-
-    external_web_access: bool | UnsetType | None = UNSET
-    search_context_size: Text = UNSET
-    search_content_types: list[str] | UnsetType | None = UNSET
-    filters: dict[str, Any] | UnsetType | None = UNSET
-    user_location: dict[str, Any] | UnsetType | None = UNSET
+    pass
 
 
-Tool = FunctionTool | NamespaceTool | WebSearchTool
+class ImageGenerationTool(msgspec.Struct, kw_only=True, tag="image_generation"):
+    pass
+
+
+OfferedTool = FunctionTool | NamespaceTool
+# codex sends these unasked, so a request with them is served. Paceline cannot run them: the model
+# is not told of them, the reply's `tools` do not list them, and the log says so once.
+HostedTool = WebSearchTool | ImageGenerationTool
+Tool = FunctionTool | NamespaceTool | WebSearchTool | ImageGenerationTool
+_HOSTED_TYPES = {kind.__struct_config__.tag for kind in get_args(HostedTool)}
 
 
 class NamedTool(msgspec.Struct, kw_only=True, tag="function"):
@@ -156,11 +158,12 @@ Include = Literal[
     "code_interpreter_call.outputs",
 ]
 _TEXT_ONLY = "this model reads text only"
+_ECHOED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}  # without effect, too
 
 
 class ResponsesRequest(SampledBody, kw_only=True):
-    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT - {"metadata"} | {"client_metadata"}
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]] | None] = {
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT - _ECHOED | {"client_metadata"}
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
         "conversation": (),
         "context_management": ([],),
@@ -177,7 +180,6 @@ class ResponsesRequest(SampledBody, kw_only=True):
         "reasoning_effort": "Did you mean 'reasoning.effort'?",
     }
     advice: ClassVar[Mapping[str, str]] = {
-        "input": "see docs/howto/apis.md for those that are",
         "content": _TEXT_ONLY,
         "output": _TEXT_ONLY,
         "tools": "offer functions, which the client runs",
@@ -196,6 +198,9 @@ class ResponsesRequest(SampledBody, kw_only=True):
     max_output_tokens: Int | None = None
     truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
     include: list[Include] | None = None
     stream_options: ResponsesStreamOptions | None = None
     # vLLM's
@@ -204,10 +209,16 @@ class ResponsesRequest(SampledBody, kw_only=True):
 
     @classmethod
     def check_parts(cls, raw: Mapping[str, Any]) -> None:
-        items = raw.get("input")
-        for item in items if isinstance(items, list) else ():
-            if isinstance(item, dict):
-                item.setdefault("type", "message" if "role" in item else "item_reference")
+        for item in _objects_in(raw.get("input")):
+            item.setdefault("type", "message" if "role" in item else "item_reference")
+        for tool in _objects_in(raw.get("tools")):
+            if (kind := tool.get("type")) in _HOSTED_TYPES:
+                tool.clear()  # its options
+                tool["type"] = kind
+
+
+def _objects_in(value: Any) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 # ---- replies
@@ -240,7 +251,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The response object, in OpenAI's order of fields."""
+    """The response object, with all fields that the Open Responses specification requires."""
 
     id: str
     object: Literal["response"] = "response"
@@ -252,19 +263,27 @@ class Response(msgspec.Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None = None
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     previous_response_id: str | None
+    prompt_cache_key: str | None = None
     reasoning: ReasoningOptions
+    safety_identifier: str | None = None
+    service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
     text: TextOptions
     tool_choice: str | NamedTool
-    tools: list[Tool]
+    tools: list[OfferedTool]
+    top_logprobs: Literal[0] = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
-    usage: ResponsesUsage | UnsetType = UNSET  # absent until the response has ended
+    usage: ResponsesUsage | None = None  # null until the response has ended
+    user: str | None = None
     metadata: dict[str, str]
 
 

@@ -125,9 +125,8 @@ class Service:
         self.jobs: set[Job] = set()
         self.fingerprint = ""
         self.model_names: tuple[str, ...] = options.served_model_name
-        self.on_change: Callable[[], None] = lambda: (
-            None
-        )  # called when a job ends or the engine dies
+        # Called when a job ends or the engine dies.
+        self.on_change: Callable[[], None] = lambda: None
         self._client: Client | None = None
         self._template: ChatTemplate | None = None
         self._response_format: ResponseFormat | None = None
@@ -433,6 +432,6 @@ def _fingerprint(info: RunnerInfo) -> str:
     """Equal for the same version, device and, as far as sizes show, weights."""
     facts = (
         f"{__version__} {info.model_name} {info.device} {info.dtype} {info.vocab_size} "
-        f"{info.weights_bytes} {info.max_k}"
+        f"{info.weights_bytes} {info.max_k} {info.kv_cache_dtype}"
     )
     return "fp_" + hashlib.blake2b(facts.encode(), digest_size=5).hexdigest()

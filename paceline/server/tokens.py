@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.errors import InvalidRequest
-from paceline.server.body import read_body, read_request
+from paceline.server.body import read_request
 from paceline.server.conversation import render
-from paceline.server.fields import convert, decode_object
+from paceline.server.fields import convert, decode_object, parse
 from paceline.server.generate import json_response
 from paceline.server.replies import Text, TokenizerInfo, Tokens
 from paceline.server.requests import Detokenize, TokenizeChat, TokenizeText
@@ -27,9 +29,7 @@ class TokenEndpoints:
         """Text, or messages through the chat template, to token ids."""
         service = self._service
         client = service.client
-        async with read_body(request, service) as body:
-            size = len(body)
-            asked = await service.off_loop(size, lambda: _either(body))
+        async with read_request(request, service, _either) as (asked, size):
             service.resolve_model(asked.model)
             if isinstance(asked, TokenizeChat):
                 shown = read_tool_use(asked.tools).shown(hide_if_none=False)
@@ -57,7 +57,7 @@ class TokenEndpoints:
     async def detokenize(self, request: Request) -> Response:
         service = self._service
         client = service.client
-        async with read_request(request, service, Detokenize) as (asked, size):
+        async with read_request(request, service, partial(parse, kind=Detokenize)) as (asked, size):
             service.resolve_model(asked.model)
 
             def work() -> Response:
@@ -76,7 +76,6 @@ class TokenEndpoints:
     async def tokenizer_info(self, request: Request) -> Response:
         client, template = self._service.client, self._service.chat_template
         tokenizer, texts = client.tokenizer, template.texts
-        only = next(iter(texts.values()), None) if len(texts) < 2 else None
         return json_response(
             TokenizerInfo(
                 vocab_size=tokenizer.vocab_size,
@@ -85,11 +84,13 @@ class TokenEndpoints:
                 eos_token_id=tokenizer.eos_token_id,
                 special_tokens=tokenizer.named_tokens,
                 all_special_ids=sorted(tokenizer.special_ids),
-                chat_template=texts if len(texts) > 1 else only,
+                chat_template=texts if len(texts) > 1 else next(iter(texts.values()), None),
             )
         )
 
 
 def _either(body: bytes) -> TokenizeChat | TokenizeText:
     raw = decode_object(body)
+    if "messages" in raw and "prompt" in raw:
+        raise InvalidRequest("Send prompt or messages, not both.", param="prompt")
     return convert(raw, TokenizeChat) if "messages" in raw else convert(raw, TokenizeText)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from paceline.errors import InvalidRequest, nearest, shown
 from paceline.request import SamplingParams, StructuredOutputsParams
+from paceline.server.fields import check_inner_names
 from paceline.server.options import ServerOptions
 from paceline.text.call_tags import json_or_calls, required_calls, strict_calls
 from paceline.text.output_parts import OutputParser, PlainParser
@@ -24,7 +25,7 @@ Tool = dict[str, Any]
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _CHOICES = ("auto", "none", "required")
 _OBJECT = {"type": "object"}
-_OF_A_FUNCTION: Mapping[str, tuple[type, str]] = {
+_FUNCTION_FIELDS: Mapping[str, tuple[type, str]] = {
     "description": (str, "a string"),
     "parameters": (dict, "an object (a JSON schema)"),
     "strict": (bool, "a boolean"),
@@ -73,7 +74,9 @@ def read_tool_use(tools: Any, choice: Any = None, parallel: bool | None = None) 
                 param="tool_choice",
             )
     if forced and not offered:
-        raise InvalidRequest("tool_choice asks for a call, but there are no tools.", param="tools")
+        raise InvalidRequest(
+            "tool_choice asks for a call, but tools offers no function.", param="tools"
+        )
     if not offered:
         choice = "none"
     return ToolUse(offered, choice, called, parallel is not False)
@@ -102,16 +105,19 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest("A tool needs 'function': an object.", param=f"{where}.function")
+    check_inner_names(tool, ("type", "function"), where)
+    check_inner_names(function, ("name", *_FUNCTION_FIELDS), f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(
             "A function needs a name of at most 256 letters, digits and any of _ . : / -",
             param=f"{where}.function.name",
         )
-    for key, (expected, told) in _OF_A_FUNCTION.items():
-        if not isinstance(function.get(key), expected | None):
+    for key, (kind, wanted) in _FUNCTION_FIELDS.items():
+        if not isinstance(function.get(key), kind | None):
             raise InvalidRequest(
-                f"{key} of the function {name!r} must be {told}.", param=f"{where}.function.{key}"
+                f"{key} of the function {name!r} must be {wanted}.",
+                param=f"{where}.function.{key}",
             )
     kept = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": kept}
@@ -143,7 +149,7 @@ def _without_strict(tool: Tool) -> Tool:
 def check_callable(
     use: ToolUse, layout: ResponseFormat, why_not: str, options: ServerOptions
 ) -> None:
-    """Raise if calls cannot be read, or not be forced, in this model's format."""
+    """Raise if this model's calls cannot be read, or must be forced and cannot be."""
     if use.choice == "auto" and not options.enable_auto_tool_choice:
         raise InvalidRequest(
             "tool_choice auto is switched off here (--no-enable-auto-tool-choice); use none, "
@@ -167,7 +173,7 @@ def constrained(
     tokenizer: Tokenizer,
     begins: Mapping[str, tuple[int, ...]],
 ) -> SamplingParams:
-    """The parameters with the grammar that the tools need. `begins` says where it begins."""
+    """The parameters with the grammar that the tools need. `begins`: see grammar_start."""
     wanted = params.structured_outputs
     tag = _tag(use, layout, wanted)
     if tag is not None and wanted is not None and use.choice == "auto":

@@ -80,7 +80,7 @@ def _call(syntax: CallSyntax, tool: Mapping[str, Any], *, strict_only: bool) -> 
 
 
 def _parameters(syntax: CallSyntax, begin: str, schema: Mapping[str, Any]) -> Tag:
-    """Each property in its own tags, in the schema's order. Text stands there without quotes."""
+    """Each property in its own tags, in the schema's order. Strings have no quotes there."""
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required") or ()
     elements: list[Tag] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,12 +18,12 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from paceline.errors import ConfigError, InvalidRequest, cut, shown
+from paceline.errors import ConfigError, InvalidRequest, cut
+from paceline.text.messages import TemplateMessage, message_text, template_messages
 from paceline.text.response_formats import REASONING_FIELDS, syntax_in
 from paceline.text.tool_messages import (
     as_plain_messages,
     has_tool_messages,
-    message_text,
     with_arguments,
     with_described_tools,
 )
@@ -31,7 +31,6 @@ from paceline.text.tool_messages import (
 if TYPE_CHECKING:
     from paceline.checkpoint.source import ModelFiles
 
-TemplateMessage = dict[str, Any]
 # Renders messages with one template; an empty string if the template refuses them.
 _Render = Callable[..., str]
 _PROBE = "paceline-probe"
@@ -84,7 +83,7 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the model's template shows tools or calls, in the form that the model learnt."""
+        """Whether the model's template shows tools or calls, in the format of its training."""
         if not self.exists:
             return False
         name = self._pick(has_tools=True)
@@ -92,7 +91,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[TemplateMessage],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -100,14 +99,15 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt. `kwargs` reach the template as variables (chat_template_kwargs)."""
-        _check(messages, add_generation_prompt, continue_final_message)
+        talk = template_messages(messages)
+        _check_continued(talk, add_generation_prompt, continue_final_message)
         name = self._pick(bool(tools))
-        if (tools or has_tool_messages(messages)) and not self._has(name, _shows_tools):
+        if (tools or has_tool_messages(talk)) and not self._has(name, _shows_tools):
             knows_calls = self._has(name, _shows_calls)
             rewrite = with_described_tools if knows_calls else as_plain_messages
             syntax = syntax_in(self.texts[name] if knows_calls else "")
-            messages, tools = rewrite(messages, tools, syntax), None
-        ordered = self._with_early_system(name, messages)
+            talk, tools = rewrite(talk, tools, syntax), None
+        ordered = self._with_early_system(name, talk)
         prepared = [self._prepare(name, message) for message in ordered]
         if continue_final_message:
             _mark_end(prepared[-1])
@@ -207,29 +207,9 @@ class ChatTemplate:
         return render
 
 
-def _check(
+def _check_continued(
     messages: Sequence[TemplateMessage], add_generation_prompt: bool, continue_final_message: bool
 ) -> None:
-    if not messages:
-        raise InvalidRequest("messages is empty; give at least one.", param="messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{index}] has no role.", param="messages")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise InvalidRequest(
-                f"messages[{index}].content must be text or a list of parts, got "
-                f"{type(content).__name__}.",
-                param="messages",
-            )
-        for part in content if isinstance(content, list) else ():
-            _check_part(index, part)
-        for call in message.get("tool_calls") or ():
-            if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-                raise InvalidRequest(
-                    f"messages[{index}] has a tool call without 'function': an object.",
-                    param="messages",
-                )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message continues the last message, add_generation_prompt begins a new "
@@ -240,17 +220,6 @@ def _check(
         raise InvalidRequest(
             "continue_final_message needs text in the last message, and there is none.",
             param="continue_final_message",
-        )
-
-
-def _check_part(index: int, part: Any) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        found = shown(kind) if kind is not None else type(part).__name__
-        raise InvalidRequest(
-            f"messages[{index}] has a content part of type {found}; only text parts "
-            '({"type": "text", "text": ...}) are supported.',
-            param="messages",
         )
 
 

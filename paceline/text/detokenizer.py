@@ -133,7 +133,7 @@ class Detokenizer:
         """Emit the text of the first `cut` pending tokens; decode the others with a new stream."""
         shown, rest, self._pending = self._pending[:cut], self._pending[cut:], []
         text = self._without_prompt(self._decode(shown))
-        # The new stream stands behind a token with text, lest the next one loses its space.
+        # The new stream begins after a token with text; else the next token would lose its space.
         for token_id in (self._last_shown, *shown):
             piece = "" if token_id is None else self._decode([token_id])
             if piece and not piece.endswith(_BROKEN):

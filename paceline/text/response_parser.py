@@ -184,7 +184,7 @@ class ResponseTemplateParser:
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
 
     def _hand_out(self, call: _Call, arguments: str) -> None:
-        """More of a call that streams."""
+        """Add to the output what is new of a call that streams."""
         name = None if call.is_handed_out else call.name
         if name is not None or arguments:
             self._parts.tool_calls.append(ToolCallDelta(self.num_calls, call.id, name, arguments))
@@ -224,7 +224,7 @@ class ResponseTemplateParser:
             tag = regex.compile(rf"(?:{args['tag_pattern']})\s*", regex.DOTALL)
             if stop == end or not _is_all(tag, self._raw[begin:end].strip()):
                 return []
-        # A marker may look ahead: the opening one at the closing one, that at the next call.
+        # An opening marker may look ahead at the closing one, and that one at the next call.
         for text in dict.fromkeys((self._raw[start:stop], self._raw[start:end])):
             try:
                 found = parse(text, template, prefix="", tools=self._tools)

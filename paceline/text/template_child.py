@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.text.chat import ChatTemplate, TemplateMessage
+from paceline.text.chat import ChatTemplate
 
 MEMORY_MIB = 512
 CPU_S = 2
@@ -31,7 +31,7 @@ _BOOTSTRAP = (
 def render_in_child(
     template: str,
     named_tokens: Mapping[str, str],
-    messages: Sequence[TemplateMessage],
+    messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
 ) -> str:
     """As `ChatTemplate.render`. Takes 0.1 s or more, so do not call it on the event loop."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.text.messages import message_text
 from paceline.text.response_formats import CallSyntax
 
 _INTRODUCTION = """\
@@ -103,8 +104,3 @@ def _example(syntax: CallSyntax) -> str:
 def _written(call: Mapping[str, Any]) -> str:
     function = {key: call["function"].get(key) for key in ("name", "arguments")}
     return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from paceline.errors import NotFound
-from paceline.server import body as server_body
+from paceline.server import generate
 from paceline.server.limits import LIMITS, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, Limit
 from paceline.server.requests import (
     ChatRequest,
@@ -306,7 +306,7 @@ def test_health_and_metrics_wait_for_no_turn() -> None:
 def test_a_full_server_refuses_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(FakeClient(), max_waiting=2) as server:
         parsed: list[int] = []
-        monkeypatch.setattr(server_body, "parse", lambda body, kind: parsed.append(len(body)))
+        monkeypatch.setattr(generate, "parse", lambda body, kind: parsed.append(len(body)))
         server.service._num_open = 2
         assert server.complete().status == 429
         assert server.chat().status == 429

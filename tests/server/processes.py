@@ -90,12 +90,14 @@ class Process:
         finally:
             connection.close()
 
-    def open_stream(self, headers: Any = NO_HEADERS, **fields: Any) -> http.client.HTTPResponse:
+    def open_stream(
+        self, headers: Any = NO_HEADERS, path: str = "/v1/completions", **fields: Any
+    ) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = json.dumps({"stream": True, **fields})
         # So the response owns the socket: the connection is not kept here.
         asked = {**JSON, "Connection": "close", **headers}
-        connection.request("POST", "/v1/completions", body, asked)
+        connection.request("POST", path, body, asked)
         return connection.getresponse()
 
     def await_exit(self, within_s: float = PATIENCE_S) -> tuple[int, str]:

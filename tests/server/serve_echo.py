@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.source import ModelFiles
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.errors import PacelineError
@@ -26,7 +28,8 @@ def main(behaviour: str, options: dict[str, Any], engine: dict[str, Any]) -> int
         sys.stdout.write("loading\n")
         sys.stdout.flush()
         config = EngineConfig.from_keywords(model=behaviour, **engine)
-        return EngineClient.start(config, factory=FACTORY, front=echo_front())
+        files = ModelFiles("echo", "hf", Path(__file__).parent, None, [], {})
+        return EngineClient.start(config, factory=FACTORY, front=echo_front(text_files=files))
 
     def on_ready(url: str, curl: str) -> None:
         sys.stdout.write(f"{url}\n{curl}\n")

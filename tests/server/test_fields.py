@@ -10,17 +10,18 @@ import msgspec
 import pytest
 
 from paceline.errors import InvalidRequest
-from paceline.request import SamplingParams
-from paceline.server.conversation import template_messages
-from paceline.server.fields import NOT_BUILT, parse
-from paceline.server.params import chat_params, completion_params
+from paceline.server.conversation import checked_messages
+from paceline.server.fields import parse
+from paceline.server.messages_types import MessagesRequest
 from paceline.server.requests import (
+    NOT_BUILT,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
-    GenerateFields,
     TokenizeText,
 )
+from paceline.server.responses_types import ResponsesRequest
+from paceline.text.chat import ChatTemplate
 from tests.server.fake_client import FakeClient
 from tests.server.serving import Served
 
@@ -117,6 +118,8 @@ def test_an_unsupported_field_is_refused_by_name(name: str, value: object) -> No
         ("guided_regex", "a+", "Send structured_outputs.regex."),
         ("request_id", "mine", "Send the X-Request-Id header."),
         ("num_ctx", 4096, "--max-model-len sets the context length."),
+        ("enable_thinking", False, "chat_template_kwargs.enable_thinking."),
+        ("extra_body", {"top_k": 3}, "beside the others, as the openai package does."),
     ],
 )
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
@@ -131,7 +134,8 @@ def test_a_field_of_another_server_says_what_to_send(
 
 def test_best_of_n_of_n_asks_for_nothing() -> None:
     body = {"prompt": "x", "n": 3, "best_of": 3}
-    assert parse(json.dumps(body).encode(), CompletionRequest).n == 3
+    parsed = parse(json.dumps(body).encode(), CompletionRequest)
+    assert msgspec.to_builtins(parsed)["n"] == 3
     assert refused(json.dumps(body | {"best_of": 1}).encode(), CompletionRequest).param == "best_of"
 
 
@@ -221,7 +225,8 @@ def test_an_answer_that_a_client_sends_back_is_taken(
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_of_an_answer_reaches_the_template_by_either_name(name: str) -> None:
     asked = chat(messages=[{"role": "assistant", "content": "x", name: "because"}])
-    assert template_messages(asked.messages)[0]["reasoning_content"] == "because"
+    template = ChatTemplate("tiny", {"default": "{{ messages[0].reasoning_content }}"}, {})
+    assert template.render(checked_messages(asked.messages)) == "because"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +281,31 @@ def test_a_wrong_type_names_its_path(fields: dict[str, Any], param: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        (ChatRequest, {"messages": [{"role": "x"}]}, "developer, user, assistant, tool, function."),
+        (MessagesRequest, {"messages": [{"role": "tool"}]}, "it takes user, assistant, system."),
+        (ResponsesRequest, {"input": [{"role": "tool"}]}, "user, assistant, system, developer."),
+        (ResponsesRequest, {"truncation": "auto"}, "it takes disabled."),
+        (ResponsesRequest, {"include": ["logprobs"]}, "it takes reasoning.encrypted_content, "),
+        (ChatRequest, {"logit_bias": {"a": 1}}, "logit_bias: Expected 'int', got 'str' as a key."),
+    ],
+)
+def test_a_value_that_is_not_on_the_list_is_answered_with_the_list(
+    kind: type[Any], fields: dict[str, Any], says: str
+) -> None:
+    given = {} if kind is ResponsesRequest else {"messages": MESSAGES}
+    assert says in str(refused(json.dumps({**given, **fields}).encode(), kind))
+
+
+def test_a_whole_number_may_be_written_with_a_fraction() -> None:
+    body = b'\xef\xbb\xbf{"messages": [], "max_tokens": 16.0, "top_k": 2e1, "temperature": 1}'
+    asked = parse(body, ChatRequest)  # it begins with a byte order mark, too
+    assert (asked.max_tokens, asked.top_k, asked.temperature) == (16, 20, 1.0)
+    assert type(asked.max_tokens) is int
+
+
+@pytest.mark.parametrize(
     ("body", "says"),
     [
         (b"", "empty"),
@@ -315,145 +345,3 @@ def test_a_huge_integer_in_free_form_arguments_is_refused() -> None:
 
 def test_the_policy_for_openai_fields_holds_for_generation_only() -> None:
     assert refused(b'{"prompt": "x", "user": "u"}', TokenizeText).param == "user"
-
-
-# ---- to sampling parameters
-
-SAME: dict[str, Any] = {
-    "n": 2,
-    "temperature": 0.25,
-    "top_p": 0.5,
-    "top_k": 7,
-    "min_p": 0.125,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": {"5": 1.5},
-    "bad_words": ["no"],
-    "allowed_token_ids": [1, 2],
-    "min_tokens": 3,
-    "max_tokens": 9,
-    "stop": ["END"],
-    "stop_token_ids": [4],
-    "include_stop_str_in_output": True,
-    "ignore_eos": True,
-    "seed": -5,
-    "prompt_logprobs": 2,
-    "skip_special_tokens": False,
-    "logits_processors": ["mod:Class"],
-    "extra_args": {"a": [1]},
-    "num_speculative_tokens": 1,
-    "speculative": {"method": "ngram"},
-}
-
-
-def test_every_sampling_field_arrives(server: Served, client: FakeClient) -> None:
-    assert server.complete(**SAME, priority=4).status == 200
-    expected = SamplingParams(**{**SAME, "logit_bias": {5: 1.5}})
-    assert client.last.params == expected
-    assert client.last.priority == 4
-    assert server.chat(**SAME).status == 200
-    assert client.last.params == expected
-
-
-def test_every_field_of_sampling_params_can_be_asked_for() -> None:
-    """Those of SamplingParams that a request does not name are not for HTTP."""
-    fields = set(SamplingParams.__dataclass_fields__)
-    named = set(GenerateFields.__struct_fields__)
-    assert fields - named == {"detokenize", "logprobs"}  # logprobs differ by endpoint
-
-
-def test_openai_defaults_apply_where_a_body_is_silent() -> None:
-    asked = parse(b'{"prompt": "x"}', CompletionRequest)
-    assert completion_params(asked, {}) == SamplingParams(temperature=1.0, max_tokens=16)
-    assert chat_params(chat(), {}) == SamplingParams(temperature=1.0, max_tokens=None)
-
-
-def test_model_defaults_come_before_openai_and_after_the_request() -> None:
-    defaults = {"temperature": 0.2, "top_k": 5, "max_tokens": 99}
-    params = chat_params(chat(top_k=6), defaults)
-    assert (params.temperature, params.top_k, params.max_tokens) == (0.2, 6, 99)
-    asked = parse(b'{"prompt": "x", "max_tokens": 3, "temperature": 0}', CompletionRequest)
-    assert completion_params(asked, defaults) == SamplingParams(
-        temperature=0, top_k=5, max_tokens=3
-    )
-
-
-def test_null_is_as_good_as_absent() -> None:
-    every = dict.fromkeys(n for n in ChatRequest.__struct_fields__ if n != "messages")
-    assert chat_params(chat(**every), {"top_k": 3}) == chat_params(chat(), {"top_k": 3})
-
-
-def test_max_completion_tokens_is_the_new_name_of_max_tokens() -> None:
-    assert chat_params(chat(max_completion_tokens=7), {}).max_tokens == 7
-    assert chat_params(chat(max_completion_tokens=7, max_tokens=7), {}).max_tokens == 7
-    with pytest.raises(InvalidRequest) as caught:
-        chat_params(chat(max_completion_tokens=7, max_tokens=8), {})
-    assert caught.value.param == "max_completion_tokens"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"n": 1000}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["x"] * 65}, "stop"),
-        ({"stop": "x" * 1025}, "stop"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"top_logprobs": -3, "logprobs": True}, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-        ),
-        ({"echo": True}, "echo"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-        ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            "messages[0].tool_calls[0].function",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text",
-        ),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_value_out_of_place_is_a_400_with_its_param(
-    server: Served, fields: dict[str, Any], param: str
-) -> None:
-    reply = server.chat(**fields)
-    assert reply.status == 400
-    assert reply.error["param"] == param
-    assert reply.error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"logprobs": True, "top_logprobs": -3}, "top_logprobs is -3;"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens is 0;"),
-        ({"max_tokens": 0}, "max_tokens is 0;"),
-    ],
-)
-def test_an_error_calls_a_field_as_the_client_did(
-    server: Served, fields: dict[str, Any], says: str
-) -> None:
-    assert server.chat(**fields).error["message"].startswith(says)

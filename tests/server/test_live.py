@@ -172,4 +172,8 @@ def test_without_the_page_its_routes_do_not_exist() -> None:
     with serving(FakeClient(), page=False) as server:
         for path in (*PAGE_PATHS, "/v1/live", "/v1/live/trace"):
             assert server.get(path).status == 404
-        assert "<table>" in server.get("/", Accept="text/html").body.decode()
+        facts = server.get("/", Accept="text/html")
+        for reply in (facts, server.get("/openapi.json"), server.get("/nothing")):
+            assert b"/v1/responses" in reply.body
+            assert b"/page/" not in reply.body
+            assert b"/v1/live" not in reply.body

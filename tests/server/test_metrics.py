@@ -14,6 +14,7 @@ from paceline.engine.messages import RESTED, Gauges, StepMessage, StepTimes
 from paceline.engine.stats import EngineStats
 from paceline.observe.histogram import Histogram
 from paceline.observe.stream import LossyStream
+from paceline.scheduler.events import Events
 from paceline.scheduler.snapshots import SnapshotStats
 from paceline.server.metrics import Metrics
 from paceline.step import RunnerInfo, StepResult
@@ -35,7 +36,15 @@ NAMES = {
     "paceline:prefix_cache_queries_total",
     "paceline:prompt_tokens_total",
     "paceline:rank_kv_cache_usage_perc",
+    "paceline:rank_generation_tokens_total",
+    "paceline:rank_last_restart_timestamp_seconds",
+    "paceline:rank_num_preemptions_total",
     "paceline:rank_num_requests_running",
+    "paceline:rank_prefix_cache_hits_total",
+    "paceline:rank_prompt_tokens_total",
+    "paceline:rank_restarts_total",
+    "paceline:rank_spec_decode_num_accepted_tokens_total",
+    "paceline:rank_spec_decode_num_draft_tokens_total",
     "paceline:replicas_restarting",
     "paceline:request_success_total",
     "paceline:requests_resumed_total",
@@ -108,7 +117,8 @@ def test_gateways_that_read_vllms_names_find_them_on_request() -> None:
     assert found["vllm:num_requests_waiting"] == 2
     assert found["vllm:num_requests_running"] == 3
     assert found["vllm:kv_cache_usage_perc"] == 0
-    assert found["vllm:cache_config_info{block_size=16}{num_gpu_blocks=512}"] == 1
+    named = "{block_size=16}{cache_dtype=float32}{num_gpu_blocks=512}"
+    assert found[f"vllm:cache_config_info{named}"] == 1
     assert not any(f.name.startswith("vllm:") for f in Metrics().collect())
 
 
@@ -162,6 +172,26 @@ def test_totals_are_the_engines() -> None:
         "request_success_total{finished_reason=error}": 0,
     }
     assert {name: found[f"paceline:{name}"] for name in expected} == expected
+
+
+def test_every_rank_has_its_totals_and_the_reason_of_its_newest_restart() -> None:
+    stats, metrics = EngineStats(num_replicas=2), Metrics()
+    metrics.attach(stats, INFO, "tiny")
+    result = StepResult.without_rows(1)
+    result.num_drafts_B, result.num_accepted_B = np.array([3, 2]), np.array([2, 0])
+    stats.take(StepMessage(result, events=Events(preempted=[7])), replica=1)
+    for reason in ("rank 1: an older one", "rank 1 (replica 1): /a/b.py failed\ntraceback"):
+        stats.lose(1, "died", reason)
+    found = samples(metrics.text().decode())
+    for number, expected in ((0, (0, 0, 0, 0)), (1, (2, 1, 5, 2))):
+        names = ("restarts", "num_preemptions", "spec_decode_num_draft_tokens",
+                 "spec_decode_num_accepted_tokens")  # fmt: skip
+        values = [found[f"paceline:rank_{name}_total{{rank={number}}}"] for name in names]
+        assert tuple(values) == expected
+    told = [name for name in found if name.startswith("paceline:rank_last_restart")]
+    (name,) = told
+    assert name.endswith("{cause=died}{rank=1}{reason=rank 1 (replica 1): b.py failed}")
+    assert found[name] == pytest.approx(stats.ranks[1].restarted_at_s)
 
 
 def test_the_bubble_is_counted_step_by_step_and_not_where_the_device_was_free_to_rest() -> None:

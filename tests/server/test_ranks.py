@@ -46,7 +46,7 @@ def test_eight_clients_at_once_and_then_one_alone() -> None:
 
 def test_a_header_chooses_the_replica() -> None:
     with running("delay_s=0.02 slots=4", engine=DP2, num_ranks=2) as process:
-        fields = {"prompt": "abc", "max_tokens": 400}
+        fields: dict[str, Any] = {"prompt": "abc", "max_tokens": 400}
         streams = [
             process.open_stream(headers={"X-data-parallel-rank": "1"}, **fields) for _ in range(3)
         ]

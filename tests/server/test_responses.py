@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ CODEX: dict[str, Any] = {
             "tools": [{**NOW, "name": "close"}],
         },
         {"type": "web_search", "external_web_access": True},
+        {"type": "image_generation", "output_format": "png"},
     ],
     "tool_choice": "auto",
     "parallel_tool_calls": True,
@@ -101,6 +103,26 @@ def test_a_response_has_the_official_shape(api: openai.OpenAI, client: FakeClien
     assert response.usage.output_tokens == 5
     assert client.last.params.max_tokens == 9
     assert prompt_of(client) == "<system>Be brief.<user>Hi<assistant>"
+
+
+# What the Open Responses specification requires of a response object.
+REQUIRED = re.findall(
+    r"\w+",
+    """id object created_at completed_at status incomplete_details model previous_response_id
+    instructions output error tools tool_choice truncation parallel_tool_calls text top_p
+    presence_penalty frequency_penalty top_logprobs temperature reasoning user usage
+    max_output_tokens max_tool_calls store background service_tier metadata safety_identifier
+    prompt_cache_key""",
+)
+
+
+def test_a_response_has_every_field_that_open_responses_requires(server: Served) -> None:
+    marks = {"prompt_cache_key": "k", "safety_identifier": "s", "user": "u", "service_tier": "flex"}
+    created, *_, last = events_of(server, presence_penalty=0.5, **marks)
+    for response in (created["response"], last["response"]):
+        assert set(REQUIRED) <= response.keys()
+        assert [response[name] for name in marks] == ["k", "s", "u", "default"]
+        assert (response["presence_penalty"], response["frequency_penalty"]) == (0.5, 0)
 
 
 def test_the_events_of_text_come_in_the_official_order(server: Served) -> None:
@@ -206,10 +228,12 @@ def test_codex_is_understood(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_output_that_is_cut_is_incomplete() -> None:
     with serving(FakeClient(lambda _: words("Hel", "lo", finish="length"))) as server:
-        last = events_of(server)[-1]
+        created, *_, done, last = events_of(server)
+        assert created["response"]["usage"] is None
         assert last["type"] == "response.incomplete"
         assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert last["response"]["output"][0]["status"] == "incomplete"
+        assert last["response"]["output"] == [done["item"]]
+        assert done["item"]["status"] == "incomplete"
         assert server.post("/v1/responses", {"input": "Hi"}).json()["status"] == "incomplete"
 
 
@@ -388,6 +412,9 @@ def test_a_client_that_goes_away_ends_its_response() -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}, {"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search_preview"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {**NOW, "name": ""}]}, "tools[1].name"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools"),
         ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
         ({"tools": [{**NOW, "name": ""}]}, "tools[0].name"),

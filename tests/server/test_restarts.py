@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -54,25 +55,73 @@ def test_a_stream_and_a_whole_reply_go_on_after_the_death_of_their_engine() -> N
         assert json.loads(late.result()[2])["choices"][0]["text"] == "qqq"
         metrics = process.request("GET", "/metrics")[2].decode()
         assert 'paceline:engine_restarts_total{cause="died",model_name="echo"} 1.0' in metrics
+        told = re.search(r"^paceline:rank_last_restart_timestamp_seconds\{(.*)\}", metrics, re.M)
+        assert told is not None
+        assert 'cause="died"' in told[1]
+        assert "SIGKILL" in told[1]
         assert process.request("GET", "/health")[2] == b'{"status":"ok"}'
         process.find_engine()
         process.popen.terminate()
         assert process.await_exit()[0] == 0
 
 
-def test_without_retry_a_stream_ends_with_an_error_event_and_a_reply_is_a_503() -> None:
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "abc"}]
+# By path: a request, and the events that end a stream which fails: name, `type`, the error in it.
+APIS: dict[str, tuple[dict[str, Any], list[tuple[str, str | None]]]] = {
+    "/v1/completions": ({"prompt": "abc", "max_tokens": 300}, [("", None)]),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 300}, [("", None)]),
+    "/v1/responses": (
+        {"input": "abc", "max_output_tokens": 300},
+        [("error", "error"), ("response.failed", "response.failed")],
+    ),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 300}, [("error", "error")]),
+}
+
+
+def events_of(stream: bytes) -> list[tuple[str, Any]]:
+    """(name, data) of server-sent events, each of which must be whole."""
+    assert stream.endswith(b"\n\n")
+    found = []
+    for event in stream.decode().strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in event.split("\n"))
+        data = lines["data"]
+        found.append((lines.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def test_without_retry_every_api_says_so_in_its_own_form() -> None:
+    """A stream ends with an error event, a whole reply is a 503 with JSON: none is cut."""
     engine = {**RESTARTS, "retry": False}
-    with running("delay_s=0.02", engine=engine) as process, ThreadPoolExecutor(1) as pool:
-        stream = process.open_stream(prompt="abc", max_tokens=300)
-        stream.read1()
-        fields = {"prompt": "xy", "max_tokens": 300}
-        whole = pool.submit(process.request, "POST", "/v1/completions", **fields)
-        wait_for(lambda: b"num_requests_running" in process.request("GET", "/metrics")[2])
+    with (
+        running("delay_s=0.02", engine=engine, chat_template=TEMPLATE) as process,
+        ThreadPoolExecutor(len(APIS)) as pool,
+    ):
+        streams = {path: process.open_stream(path=path, **APIS[path][0]) for path in APIS}
+        begun = {path: stream.read1() for path, stream in streams.items()}
+        whole = {path: pool.submit(process.request, "POST", path, **APIS[path][0]) for path in APIS}
+        running_all = f'num_requests_running{{model_name="echo"}} {2 * len(APIS)}.0'.encode()
+        wait_for(lambda: running_all in process.request("GET", "/metrics")[2])
         kill_engine(process)
-        assert b'"code":"engine_dead"' in stream.read()
-        status, _, body = whole.result()
-        assert status == 503
-        assert json.loads(body)["error"]["code"] == "engine_dead"
+        for path, (_, last) in APIS.items():
+            events = events_of(begun[path] + streams[path].read())
+            if events[-1][1] == "[DONE]":
+                assert not last[0][0], path
+                events.pop()
+            ends = events[-len(last) :]
+            assert [(name, data.get("type")) for name, data in ends] == last, path
+            assert not any("error" in data for _, data in events[: -len(last)]), path
+            error = ends[0][1].get("error", ends[0][1])
+            assert "The engine has stopped" in error["message"], path
+        assert {stream.status for stream in streams.values()} == {200}
+        for path in APIS:
+            status, headers, body = whole[path].result()
+            assert status == 503, path
+            assert headers["content-type"] == "application/json"
+            error = json.loads(body)["error"]
+            expected = "overloaded_error" if "messages" in path else "service_unavailable_error"
+            assert error["type"] == expected, path
+            assert "The engine has stopped" in error["message"], path
         wait_for(lambda: process.request("GET", "/readyz")[0] == 200)
         status, _, body = process.request("POST", "/v1/completions", prompt="q", max_tokens=3)
         assert json.loads(body)["choices"][0]["text"] == "qqq"
@@ -130,15 +179,20 @@ def test_a_signal_during_a_restart_lets_the_streams_finish() -> None:
 
 
 def test_some_replicas_that_restart_leave_the_server_ready(client: FakeClient) -> None:
-    client.stats.num_replicas, client.stats.num_restarting = 2, 1
-    client.stats.restart_reason = "rank 1: /usr/lib/thing.py failed\ntraceback"
+    client.stats.num_replicas = 3
+    client.stats.lose(2, "died", "rank 2: an older one")
+    client.stats.lose(1, "died", "rank 1: /usr/lib/thing.py failed\ntraceback")
     with serving(client) as server:
         assert server.get("/readyz").status == 200
         told = server.get("/health").json()
         assert told == {
             "status": "degraded",
-            "replicas_serving": "1 of 2",
+            "replicas_serving": "1 of 3",
             "reason": "rank 1: thing.py failed",
+            "restarting": [
+                {"rank": 1, "reason": "rank 1: thing.py failed"},
+                {"rank": 2, "reason": "rank 2: an older one"},
+            ],
         }
 
 
@@ -158,10 +212,10 @@ def test_without_a_key_admin_is_for_this_machine_only(host: str) -> None:
     admin = AdminEndpoints(Service(ServerOptions()))
     request = Request({"type": "http", "client": (host, 1), "headers": []})
     with pytest.raises(HttpFailure) as caught:
-        admin._check_may(request)
+        admin._check_allowed(request)
     assert caught.value.status == 403
     for local in ("127.0.0.1", "127.8.8.8", "::1"):
-        admin._check_may(Request({"type": "http", "client": (local, 1), "headers": []}))
+        admin._check_allowed(Request({"type": "http", "client": (local, 1), "headers": []}))
 
 
 def test_a_request_that_has_waited_too_long_is_a_429_and_one_that_runs_is_not() -> None:

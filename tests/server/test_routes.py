@@ -137,6 +137,7 @@ def test_messages_are_tokenized_through_the_template(server: Served) -> None:
         ("/tokenize", {"prompt": 1}, "prompt"),
         ("/tokenize", {"promt": "x"}, "promt"),
         ("/tokenize", {"messages": "x"}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "prompt"),
         ("/detokenize", {"tokens": [260]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
@@ -195,6 +196,13 @@ def test_browsers_of_allowed_origins_may_call() -> None:
 
 def test_without_allowed_origins_no_browser_is_let_in(server: Served) -> None:
     assert "access-control-allow-origin" not in server.get("/health", Origin="https://a.x").headers
+
+
+def test_a_preflight_without_allowed_origins_names_the_flag(server: Served) -> None:
+    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+    reply = server.request("OPTIONS", "/v1/chat/completions", headers=asked)
+    assert reply.status == 405
+    assert "--allowed-origins" in reply.error["message"]
 
 
 def test_a_request_id_is_taken_or_made(

@@ -305,6 +305,12 @@ def test_a_strict_tool_is_constrained_once_its_call_begins() -> None:
             "schema",
         ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name", "'now'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools[0].function.paramters",
+            "Did you mean 'parameters'?",
+        ),
+        ({"tools": [{**TOOLS[1], "parameters": {}}]}, "tools[0].parameters", "Unknown field"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "required"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nov"}}},
@@ -312,7 +318,7 @@ def test_a_strict_tool_is_constrained_once_its_call_begins() -> None:
             "Did you mean 'now'?",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "auto"),
-        ({"tool_choice": "required"}, "tools", "no tools"),
+        ({"tool_choice": "required"}, "tools", "offers no function"),
         ({"functions": [{"name": "f"}]}, "functions", "Send tools"),
         ({"function_call": "auto"}, "function_call", "Send tool_choice"),
         ({"tools": TOOLS * 600}, "tools", "1024"),

@@ -186,8 +186,11 @@ def test_a_model_without_a_template_says_how_to_give_one() -> None:
         ([{"content": "x"}], r"messages\[0\] has no role"),
         ([{"role": "user", "content": 3}], r"messages\[0\]\.content must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url'"),
-        ([{"role": "user", "content": ["x"]}], "only text parts"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "only text parts"),
+        ([{"role": "user", "content": [3]}], "reads text only"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "needs 'text': a string"),
+        ([{"role": "user"}], "needs content"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "makes no tool calls"),
+        ([{"role": "assistant", "tool_calls": ["x"]}], "needs 'function': an object"),
     ],
 )
 def test_messages_of_the_wrong_form_are_named(talk: list[Any], named: str) -> None:
