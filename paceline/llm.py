@@ -115,12 +115,6 @@ class LLM:
         `tools` are functions in OpenAI's form, which the prompt describes. Outputs are the model's
         text; the server sorts it into calls.
         """
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequest(
-                "continue_final_message goes on with the last message, so it needs "
-                "add_generation_prompt=False.",
-                param="continue_final_message",
-            )
         conversations = read_conversations(messages)
         each_params = self._params(sampling_params, len(conversations))
         template = self._client.load_chat_template(chat_template)

@@ -32,6 +32,11 @@ class Terminal:
         """Without escape sequences and carriage returns."""
         return _ESCAPES.sub("", self.shown)
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from paceline.commands.terminal import LastLines, WrappedView, end_of_blocks, printable
+from paceline.commands.terminal import (
+    LastLines,
+    MarkdownView,
+    WrappedView,
+    end_of_blocks,
+    printable,
+)
 from tests.terminal import Terminal, on_terminal
 
 # `paceline chat` with the echo engine, which is ready when the file in argv[1] exists.
@@ -36,6 +43,7 @@ sys.exit(main())
 """
 ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
 ENVIRONMENT.pop("NO_COLOR", None)
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|4[0-7])(?:;\d+)*m")
 
 
@@ -139,6 +147,43 @@ def test_ctrl_c_stops_an_answer_and_what_was_typed_meanwhile_is_dropped(tmp_path
         terminal.wait_for_end()
         assert process.wait() == 0
     assert "impatient" not in terminal.text
+
+
+@pytest.mark.parametrize("moment", ["start", "answer", "prompt"])
+def test_sigterm_leaves_the_terminal_as_it_was(moment: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    argv = command(gate, "chat", "slots=2 delay_s=0.02", "--max-tokens", "400")
+    with on_terminal(argv, ENVIRONMENT) as (terminal, process):
+        terminal.wait_for("the engine is starting")
+        assert not terminal.echoes
+        if moment != "start":
+            gate.touch()
+            chat = Chat(terminal)
+            chat.send("hello" if moment == "answer" else "/help")
+            if moment == "answer":
+                terminal.wait_for("user:hello|user:")
+            else:
+                terminal.wait_for("\n> ", times=2)
+        process.send_signal(signal.SIGTERM)
+        terminal.wait_for_end()
+        assert process.wait() == 128 + signal.SIGTERM
+        assert terminal.echoes
+    assert terminal.shown.count(HIDE) == terminal.shown.count(SHOW)
+    assert "Traceback" not in terminal.text
+
+
+def test_the_cursor_is_hidden_from_the_first_text_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An interrupt before the first text finds it shown."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    view = MarkdownView(has_colour=False)
+    assert HIDE not in capsys.readouterr().out
+    view.write("text")
+    view.end()
+    shown = capsys.readouterr().out
+    assert shown.count(HIDE) == shown.count(SHOW) == 1
 
 
 def test_dumb_terminals_get_no_escape_sequences(tmp_path: Path) -> None:

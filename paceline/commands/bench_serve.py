@@ -28,9 +28,11 @@ from paceline.commands.http_stream import (
     Endpoint,
     RequestFailed,
     Unreachable,
+    first_model,
     get,
     post,
     post_events,
+    reading,
 )
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import (
@@ -117,9 +119,8 @@ def measure(args: Namespace, endpoint: Endpoint, dataset: Dataset) -> int:
 async def first_look(endpoint: Endpoint) -> tuple[str, Scraped]:
     """The name of the model, and the counters before the load."""
     try:
-        model = json.loads(await get(endpoint, "/v1/models"))["data"][0]["id"]
-        return model, await scrape(endpoint)
-    except (RequestFailed, ValueError, KeyError, IndexError) as error:
+        return (await first_model(endpoint))["id"], await scrape(endpoint)
+    except RequestFailed as error:
         where = "" if isinstance(error, Unreachable) else f"{endpoint.url} does not serve: "
         raise EngineDead(f"{where}{error}") from None
 
@@ -129,12 +130,13 @@ def tokenizer_of(endpoint: Endpoint, model: str) -> Tokenize | None:
 
     def tokenize(text: str) -> list[int]:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        ids: list[int] = asyncio.run(post(endpoint, "/tokenize", body))["tokens"]
-        return ids
+        found = asyncio.run(post(endpoint, "/tokenize", body))
+        with reading("/tokenize"):
+            return [int(token) for token in found["tokens"]]
 
     try:
         tokenize("a")
-    except (RequestFailed, ValueError, KeyError, TypeError):
+    except RequestFailed:
         return None
     return tokenize
 
@@ -186,7 +188,8 @@ async def one_request(
         timing.sent_s = time.perf_counter()
         try:
             async for event in post_events(endpoint, path, body):
-                take_event(timing, event)
+                with reading(path):
+                    take_event(timing, event)
         except RequestFailed as error:
             timing.error = str(error)
         timing.done_s = time.perf_counter()

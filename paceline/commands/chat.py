@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from paceline.commands.arguments import engine_config, sampling_keywords
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.session import Answer, Session, open_session
-from paceline.commands.terminal import input_off, open_view, styled
+from paceline.commands.terminal import input_off, open_view, sigterm_exits, styled
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams
 
@@ -33,7 +33,7 @@ _BLOCK = '"""'
 
 def run(args: Namespace) -> int:
     config = engine_config(args)
-    with ExitStack() as stack:
+    with sigterm_exits(), ExitStack() as stack:
         with input_off():
             session = stack.enter_context(open_session(config))
         params = session.params({"max_tokens": None, **sampling_keywords(args)})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 from paceline.errors import ConfigError
 
 _LINE_LIMIT = 1 << 20
+_GET_S = 30.0  # what is not generated comes at once
 
 
 class RequestFailed(Exception):
@@ -22,6 +24,22 @@ class RequestFailed(Exception):
 
 class Unreachable(RequestFailed):
     """The connection was refused or the host was not found."""
+
+
+class NotOffered(RequestFailed):
+    """The server refuses the request (HTTP 4xx), or its reply lacks what was asked for."""
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Whoever reads a reply inside gets NotOffered if the reply has another form."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise NotOffered(
+            f"the reply of {path} is not that of an OpenAI-compatible server "
+            f"({type(error).__name__}: {error})"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,9 @@ async def request(
             endpoint.host, endpoint.port, ssl=endpoint.is_tls or None, limit=_LINE_LIMIT
         )
     except OSError as error:
-        number = error.errno or 0  # negative: an error of getaddrinfo
-        reason = os.strerror(number) if number > 0 else error.strerror or error
+        # Numbers of getaddrinfo are negative, and those of OpenSSL are not the system's.
+        is_of_system = (error.errno or 0) > 0 and not isinstance(error, ssl.SSLError)
+        reason = os.strerror(error.errno or 0) if is_of_system else error.strerror or error
         raise Unreachable(
             f"Cannot reach {endpoint.url}; is the server running? ({reason})"
         ) from None
@@ -76,7 +95,8 @@ async def request(
         try:
             if status != 200:
                 text = (await content.read()).decode(errors="replace")
-                raise RequestFailed(f"HTTP {status}: {_message(text)}")
+                kind = NotOffered if 400 <= status < 500 else RequestFailed
+                raise kind(f"HTTP {status}: {_message(text)}")
             yield content
         finally:
             feeding.cancel()
@@ -87,14 +107,27 @@ async def request(
 
 
 async def get(endpoint: Endpoint, path: str) -> str:
-    async with request(endpoint, "GET", path) as content:
-        return (await content.read()).decode()
+    try:
+        async with asyncio.timeout(_GET_S), request(endpoint, "GET", path) as content:
+            return (await content.read()).decode(errors="replace")
+    except TimeoutError:
+        raise RequestFailed(f"{path} did not answer within {_GET_S:g} s") from None
+
+
+async def first_model(endpoint: Endpoint) -> dict[str, Any]:
+    """The server's first model, as /v1/models describes it."""
+    text = await get(endpoint, "/v1/models")
+    with reading("/v1/models"):
+        card: dict[str, Any] = json.loads(text)["data"][0]
+        return {**card, "id": str(card["id"])}
 
 
 async def post(endpoint: Endpoint, path: str, body: Any) -> Any:
     """The JSON of the reply."""
     async with request(endpoint, "POST", path, json.dumps(body).encode()) as content:
-        return json.loads(await content.read())
+        text = await content.read()
+    with reading(path):
+        return json.loads(text)
 
 
 async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
@@ -106,9 +139,11 @@ async def post_events(endpoint: Endpoint, path: str, body: Any) -> AsyncIterator
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
-            if "error" in event:
-                raise RequestFailed(str(event["error"].get("message", event["error"])))
+            with reading(path):
+                event: dict[str, Any] = json.loads(data)
+                failure = event.get("error")
+            if failure is not None:
+                raise RequestFailed(_message(data.decode(errors="replace")))
             yield event
         raise RequestFailed("the stream ended without [DONE]")
 
@@ -128,14 +163,17 @@ def _head(endpoint: Endpoint, method: str, path: str, length: int) -> bytes:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    status = (await reader.readline()).split(None, 2)
-    if len(status) < 2 or not status[1].isdigit():
-        raise RequestFailed("the server closed the connection without an answer")
     headers = {}
-    while (line := await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.strip().lower()] = value.strip()
-    return int(status[1]), headers
+    try:
+        status = (await reader.readline()).split(None, 2)
+        if not status:
+            raise RequestFailed("the server closed the connection without an answer")
+        while (line := await reader.readline()).strip():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.strip().lower()] = value.strip()
+        return int(status[1]), headers
+    except (ValueError, IndexError):  # also a line over the limit
+        raise RequestFailed("the server does not answer in HTTP") from None
 
 
 async def _feed(
@@ -158,8 +196,8 @@ async def _feed(
 
 
 def _message(text: str) -> str:
-    """The message of OpenAI's error body, or the text itself."""
+    """The message of OpenAI's error body, or the beginning of the text in one line."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return text[:200]
+        return " ".join(text[:1000].split())[:200]

@@ -19,7 +19,7 @@ from paceline.commands.prompts import PromptRecord
 from paceline.config import EngineConfig
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import Delta, Generation
-from paceline.engine.process import InterruptFlag
+from paceline.engine.process import InterruptFlag, gc_frozen
 from paceline.errors import StoppedWhileLoading
 from paceline.observe.log import configure_logging
 from paceline.request import CompletionOutput, RequestMetrics, SamplingParams
@@ -138,6 +138,7 @@ def open_session(config: EngineConfig) -> Iterator[Session]:
     except KeyboardInterrupt:
         raise StoppedWhileLoading(signal.SIGINT) from None
     try:
-        yield Session(client)
+        with gc_frozen():
+            yield Session(client)
     finally:
         client.close()

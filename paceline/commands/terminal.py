@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import termios
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from paceline.config import terminal_styles_from_env
 
@@ -67,11 +70,46 @@ def input_off() -> Iterator[None]:
         return
     quiet = [*before]
     quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
     try:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)  # drops unread input
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Within the block SIGTERM raises SystemExit, so that the terminal is left as it was.
+
+    A signal that arrives just before readline waits for a key does not end that wait. So a thread
+    sends it again until Python has seen it.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before, before_fd = signal.signal(signal.SIGTERM, _exit), signal.set_wakeup_fd(writer)
+    watch = threading.Thread(target=_repeat_sigterm, args=(reader, threading.get_ident()))
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        signal.signal(signal.SIGTERM, before)
+        os.close(writer)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+    sys.exit(128 + number)
+
+
+def _repeat_sigterm(reader: int, main_thread: int) -> None:
+    while arrived := os.read(reader, 1):  # the numbers of signals, until the writer is closed
+        time.sleep(0.1)
+        while arrived[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _exit:
+            signal.pthread_kill(main_thread, signal.SIGTERM)
+            time.sleep(0.1)
+    os.close(reader)
 
 
 class RawView:
@@ -125,9 +163,10 @@ class MarkdownView:
         self._console = Console(file=sys.stdout, no_color=not has_colour, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._text = ""
-        self._live.start()
 
     def write(self, text: str) -> None:
+        if not self._live.is_started:
+            self._live.start()  # hides the cursor until `end`
         self._text += printable(text)
         cut = end_of_blocks(self._text)
         if cut:

@@ -103,7 +103,10 @@ def _proof(args: Namespace, target: Target, prompts: list[PromptRecord]) -> Proo
     try:
         encoded = [target.encode(prompt) for prompt in prompts]
     except http_stream.RequestFailed as error:
-        raise ConfigError(f"The server does not encode the prompts (/tokenize): {error}") from None
+        raise ConfigError(
+            f"The server does not encode the prompts (/tokenize): {error}. Give --prompts a JSON "
+            "Lines file with prompt_token_ids."
+        ) from None
     limit = target.about.max_model_len
     for number, tokens in enumerate(encoded, start=1):
         if limit is not None and len(tokens) + args.max_tokens >= limit:
@@ -135,9 +138,10 @@ def _guarded(check: Check, proof: Proof) -> Result:
         return Result(Status.NOT_CHECKED, str(error))
     except PacelineError as error:
         return Result(Status.FAILS, str(error))
+    except http_stream.NotOffered as error:
+        return Result(Status.NOT_CHECKED, str(error))
     except http_stream.RequestFailed as error:
-        is_refused = str(error).startswith("HTTP 4")
-        return Result(Status.NOT_CHECKED if is_refused else Status.FAILS, str(error))
+        return Result(Status.FAILS, str(error))
 
 
 def _verdict(report: Report, *, partial: bool) -> int:

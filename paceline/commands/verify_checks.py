@@ -57,11 +57,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Plot:
-    """Bars: one group per label, one bar per series in it."""
+    """See observe.plots.bars."""
 
     title: str
-    labels: Sequence[str]
-    series: Mapping[str, Sequence[float]]
+    x_label: str
+    y_label: str
+    series: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,8 @@ def greedy(proof: Proof) -> Result:
     figures = result.figures | {"drafts": num_drafts, "accepted_drafts": num_accepted}
     counts = f"{num_accepted} of {num_drafts} drafts accepted"
     by_position = proof.first_load.accepted_per_position if proof.first_load else ()
-    labels = [str(number + 1) for number in range(len(by_position))]
-    plots = (Plot("Accepted drafts by position", labels, {"accepted": by_position}),)
+    accepted = {"accepted": {str(i): count for i, count in enumerate(by_position, 1)}}
+    plots = (Plot("Accepted drafts by position", "draft", "drafts", accepted),)
     if result.status is Status.HOLDS and not num_accepted:
         text = f"{counts}: equal tokens show nothing; give other --prompts or more --max-tokens"
         return Result(Status.NOT_CHECKED, text, figures)
@@ -358,9 +359,9 @@ def _draws_plot(groups: Sequence[_Group]) -> Plot:
     """The context with drafts that has the most draws."""
     _, counts, chances = next((g for g in groups if g[0]), groups[0])
     best = sorted(chances, key=lambda token: -chances[token])[:10]
-    expected = [chances[token] * counts.total() for token in best]
-    series = {"expected": expected, "drawn": [float(counts[token]) for token in best]}
-    return Plot("Draws by token after the most common start", [str(t) for t in best], series)
+    expected = {str(token): chances[token] * counts.total() for token in best}
+    series = {"expected": expected, "drawn": {str(token): float(counts[token]) for token in best}}
+    return Plot("Draws after the most common start", "token", "draws", series)
 
 
 def echo(proof: Proof) -> Result:
@@ -399,10 +400,10 @@ def bubble(proof: Proof) -> Result:
         limit = MAX_BUBBLE
     text = f"device idle {share:.2%} of {load.idle_s + load.busy_s:.2f} s"
     figures = {"idle_share": share, "limit": limit, "steps": len(load.steps)}
-    each = load.steps[:: max(1, len(load.steps) // 60)]
-    series = {"idle": [t.idle_s * 1e3 for t in each], "busy": [t.busy_s * 1e3 for t in each]}
-    labels = [str(number) for number in range(len(each))]
-    plots = (Plot("Device time before and in steps (ms)", labels, series),) if each else ()
+    each = dict(enumerate(load.steps[:: max(1, len(load.steps) // 60)]))
+    series = {"idle": {str(i): 1e3 * t.idle_s for i, t in each.items()}}
+    series["busy"] = {str(i): 1e3 * t.busy_s for i, t in each.items()}
+    plots = (Plot("Device time before and in steps", "step", "ms", series),) if each else ()
     if limit is None:
         is_server = not proof.about.device
         why = "--max-bubble judges it" if is_server else "judged on a GPU, or with --max-bubble"

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.commands.report import machine
-from paceline.commands.verify_checks import Check, Plot, Result, Status
+from paceline.commands.verify_checks import Check, Result, Status
 from paceline.commands.verify_target import About
+from paceline.observe.plots import bars
 
 _NAME_COLUMNS, _STATUS_COLUMNS, _COLUMNS = 14, 16, 110
-_PLOT_WIDTH, _PLOT_HEIGHT, _LEFT, _BOTTOM = 640, 180, 60, 22
+_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # not needed in HTML
 _STYLE = """
-:root { color-scheme: light dark; --holds: #1a7f37; --fails: #cf222e; --other: #777;
-  --bar0: #4c78a8; --bar1: #f58518; }
+:root { color-scheme: light dark; --holds: #1a7f37; --fails: #cf222e; --other: #777 }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100% }
 td, th { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0;
   border-bottom: 1px solid #8884 }
 td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
 .holds { color: var(--holds) } .fails { color: var(--fails) } .other { color: var(--other) }
-svg { width: 100%; height: auto } svg text { fill: currentColor; font-size: 11px }
+svg { max-width: 100%; height: auto; margin: 1rem 1rem 0 0 }
 pre { overflow: auto; font-size: 12px }
 """
 
@@ -84,7 +84,11 @@ def _html(report: Report, content: dict[str, Any]) -> str:
         f"<td>{escape(line.result.text)}\n"
         for line in report.lines
     )
-    plots = "".join(_svg(plot) for line in report.lines for plot in line.result.plots)
+    plots = "".join(
+        bars(plot.title, plot.x_label, plot.y_label, plot.series).replace(_NAMESPACE, "")
+        for line in report.lines
+        for plot in line.result.plots
+    )
     about = report.about
     facts = (about.model, about.device, about.dtype, ", ".join(about.drafters) or "no drafter")
     verdict = ("holds", "It holds") if report.holds else ("fails", "It does not hold")
@@ -98,33 +102,3 @@ def _html(report: Report, content: dict[str, Any]) -> str:
         f"<details><summary>All figures</summary><pre>{escape(json.dumps(content, indent=2))}"
         "</pre></details></html>\n"
     )
-
-
-def _svg(plot: Plot) -> str:
-    """Bars in groups, with the largest value at the axis. Each bar names its value."""
-    top = max((max(values, default=0.0) for values in plot.series.values()), default=0.0) or 1.0
-    room = (_PLOT_WIDTH - _LEFT) / max(1, len(plot.labels))
-    width = 0.8 * room / len(plot.series)
-    floor = _PLOT_HEIGHT - _BOTTOM
-    parts = []
-    for number, (name, values) in enumerate(plot.series.items()):
-        key = _LEFT + 100 * number
-        parts.append(f'<rect x="{key}" y="0" width="9" height="9" fill="var(--bar{number})"/>')
-        parts.append(f'<text x="{key + 13}" y="9">{escape(name)}</text>')
-        for i, value in enumerate(values):
-            height = (floor - 16) * value / top
-            parts.append(
-                f'<rect x="{_LEFT + i * room + number * width:.1f}" y="{floor - height:.1f}" '
-                f'width="{width:.1f}" height="{height:.1f}" fill="var(--bar{number})">'
-                f"<title>{escape(plot.labels[i])}: {escape(name)} {value:.4g}</title></rect>"
-            )
-    every = max(1, len(plot.labels) // 12)
-    for i in range(0, len(plot.labels), every):
-        x = _LEFT + (i + 0.4) * room
-        label = escape(plot.labels[i])
-        parts.append(f'<text x="{x:.1f}" y="{floor + 14}" text-anchor="middle">{label}</text>')
-    parts.append(f'<text x="{_LEFT - 6}" y="24" text-anchor="end">{top:,.5g}</text>')
-    parts.append(f'<path d="M{_LEFT} {floor}H{_PLOT_WIDTH}" stroke="currentColor"/>')
-    title, view = escape(plot.title), f"0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}"
-    drawn = "".join(parts)
-    return f'<h2>{title}</h2><svg role="img" aria-label="{title}" viewBox="{view}">{drawn}</svg>'

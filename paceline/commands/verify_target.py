@@ -12,7 +12,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.commands.http_stream import Endpoint, RequestFailed, get, post, request
+from paceline.commands.http_stream import (
+    Endpoint,
+    NotOffered,
+    RequestFailed,
+    first_model,
+    post,
+    reading,
+    request,
+)
 from paceline.commands.prompts import PromptRecord
 from paceline.commands.report import resolved
 from paceline.commands.session import Session, open_session
@@ -24,6 +32,7 @@ from paceline.request import RequestOutput, SamplingParams
 
 _SERVER_CONCURRENCY = 32  # requests at once on a server, if a check does not say
 _SERVER_LOGPROBS = 20  # vLLM's default for --max-logprobs, and ours
+_LIVE_S = 10.0  # /v1/live sends a frame every second
 
 
 @dataclass(frozen=True)
@@ -146,15 +155,16 @@ class ServerTarget:
     def __init__(self, endpoint: Endpoint, dtype: str) -> None:
         self._endpoint = endpoint
         try:
-            card = json.loads(asyncio.run(get(endpoint, "/v1/models")))["data"][0]
-            frame = asyncio.run(self._frame())
-        except (RequestFailed, ValueError, KeyError, IndexError) as error:
-            raise EngineDead(f"{endpoint.url} cannot be verified: {error}") from None
-        has_none = frame is not None and frame["max_drafts"] == 0
+            card = asyncio.run(first_model(endpoint))
+            live = asyncio.run(self._live())
+        except RequestFailed as error:
+            hint = " (give the key with --api-key)" if str(error).startswith("HTTP 401") else ""
+            raise EngineDead(f"{endpoint.url} cannot be verified: {error}{hint}") from None
+        has_drafts = live is None or live[0] > 0
         self.about = About(
             model=card["id"],
             dtype=dtype,
-            drafters=() if has_none else ("the server's",),
+            drafters=("the server's",) if has_drafts else (),
             max_model_len=card.get("max_model_len"),
             config={"url": endpoint.url},
         )
@@ -166,7 +176,8 @@ class ServerTarget:
         if prompt.messages is not None:
             body = {"messages": prompt.messages}
         found = asyncio.run(post(self._endpoint, "/tokenize", body))
-        return list(found["tokens"])
+        with reading("/tokenize"):
+            return [int(token) for token in found["tokens"]]
 
     def ask(self, asks: Sequence[Ask], concurrency: int | None = None) -> list[Reply]:
         return asyncio.run(self._ask_all(asks, concurrency or _SERVER_CONCURRENCY))
@@ -178,31 +189,38 @@ class ServerTarget:
             body = {"model": self.about.model, "prompt": list(ask.prompt), **ask.params}
             body["return_token_ids"] = True
             async with limiter:
-                return _from_json(await post(self._endpoint, "/v1/completions", body))
+                found = await post(self._endpoint, "/v1/completions", body)
+            with reading("/v1/completions"):
+                return _from_json(found)
 
         return await asyncio.gather(*map(one, asks))
 
     def take_load(self) -> Load | None:
-        frame = asyncio.run(self._frame())
-        if frame is None:
-            return None
-        return Load(frame["bubble_s"], frame["busy_s"], (), frame["accepted_per_position"])
+        live = asyncio.run(self._live())
+        return None if live is None else live[1]
 
-    async def _frame(self) -> dict[str, Any] | None:
-        """The first frame of /v1/live; None: the server has none."""
-        with suppress(RequestFailed):
-            async with request(self._endpoint, "GET", "/v1/live") as content:
+    async def _live(self) -> tuple[int, Load] | None:
+        """Most drafts, and the load, of the first frame of /v1/live; None: the server has none."""
+        with suppress(RequestFailed, TimeoutError), reading("/v1/live"):
+            async with (
+                asyncio.timeout(_LIVE_S),
+                request(self._endpoint, "GET", "/v1/live") as content,
+            ):
                 while line := await content.readline():
                     if line.startswith(b"data:"):
-                        frame: dict[str, Any] = json.loads(line[5:])
-                        return frame
+                        frame = json.loads(line[5:])
+                        load = Load(
+                            *(float(frame["bubble_s"]), float(frame["busy_s"]), ()),
+                            accepted_per_position=list(frame["accepted_per_position"]),
+                        )
+                        return int(frame["max_drafts"]), load
         return None
 
 
 def _from_json(body: dict[str, Any]) -> Reply:
     choice, usage = body["choices"][0], body["usage"]
     if "token_ids" not in choice:
-        raise RequestFailed("the server does not know return_token_ids")
+        raise NotOffered("the server does not know return_token_ids")
     drafts = usage.get("completion_tokens_details") or {}
     accepted = drafts.get("accepted_prediction_tokens") or 0
     table = (choice.get("prompt_logprobs") or [None])[-1] or {}
