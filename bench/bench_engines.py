@@ -3,7 +3,9 @@
 usage: python bench/bench_engines.py ENGINE CASE[,CASE...] [--bs 1,8,32,64] [--load] [--json FILE]
   ENGINE  importable package with LLM and SamplingParams (paceline, vllm)
   CASE    sm | sm-eagle | l8 | l8-eagle | l8-long | glm | glm-mtp | q30 (Qwen3-30B-A3B)
+          glm-spread | glm-spread-mtp (only Paceline: without glm's router bias)
           q35 | q35-mtp (Qwen3.5-9B) | q35-moe | q35-moe-mtp (Qwen3.5-35B-A3B)
+          l8-fp8 | q30-fp8 | glm-fp8: with quantization="fp8"
 
 Weights are random. Acceptance is forced to a mean of 2.5 tokens per step (K = 3: one draft always,
 another every second time), so that engines do the same work. Prompts of 128 tokens, greedy, no
@@ -12,6 +14,7 @@ of a step choose the same four experts of a layer. q30's router has no bias: its
 all experts, as with real weights.
 TPOT = (time of 288 tokens - time of 32 tokens) / 256. Medians of at least three runs, and of more
 until two seconds are filled. Short and long runs alternate; prompts are new each time.
+--prompts also measures prompts of the named sizes, in tokens per second.
 --load measures prompts and output under load instead; --contexts measures requests with long
 contexts: the median of steps in which every request decodes. Each case has its own engine.
 """
@@ -65,6 +68,7 @@ class Case:
     model: str
     method: str | None = None
     head: str | None = None
+    quantization: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -85,11 +89,17 @@ CASES = {
     "l8-long": Case("l8-long"),
     "glm": Case("glm"),
     "glm-mtp": Case("glm", "mtp"),
+    "glm-spread": Case("glm-spread"),
+    "glm-spread-mtp": Case("glm-spread", "mtp"),
     "q30": Case("q30"),
+    "l8-fp8": Case("l8", quantization="fp8"),
+    "q30-fp8": Case("q30", quantization="fp8"),
+    "glm-fp8": Case("glm", quantization="fp8"),
     "q35": Case("q35"),
     "q35-mtp": Case("q35", "mtp"),
     "q35-moe": Case("q35-moe"),
     "q35-moe-mtp": Case("q35-moe", "mtp"),
+    "tiny": Case("tiny"),
 }
 
 
@@ -133,6 +143,7 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--contexts", default="", help="requests and tokens of each, such as 1x64000,8x16000"
     )
+    parser.add_argument("--prompts", default="", help="requests and tokens of each, such as 8x2048")
     parser.add_argument(
         "--sampled", default="", help="requests at once, also with temperature 0.8, top_p 0.95"
     )
@@ -140,6 +151,7 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="first compare 32 greedy tokens with an eager engine's"
     )
+    parser.add_argument("--kv-cache-dtype", metavar="TYPE", help="such as fp8; default: auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument(
         "--set",
@@ -152,16 +164,21 @@ def engine_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     args.bs = [int(text) for text in args.bs.split(",")]
-    pairs = (text.split("x") for text in args.contexts.split(",") if text)
-    args.contexts = [(int(count), int(length)) for count, length in pairs]
+    args.contexts, args.prompts = sizes(args.contexts), sizes(args.prompts)
     args.sampled = [int(text) for text in args.sampled.split(",") if text]
     return args
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """8x2048,1x64000 as pairs."""
+    pairs = (x.split("x") for x in text.split(",") if x)
+    return [(int(count), int(length)) for count, length in pairs]
 
 
 def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, Any]:
     """Keywords of `LLM(...)`: as few as the measurement needs, the same for every engine."""
     longest = 8192 if args.load else max(2048, -(-(args.prompt + LONG) // 256) * 256)
-    longest = max(longest, *(length + 256 for _, length in args.contexts), 0)
+    longest = max(longest, *(length + 256 for _, length in args.contexts + args.prompts), 0)
     asked: dict[str, Any] = {
         "model": str(models / case.model),
         "load_format": "dummy",
@@ -175,10 +192,14 @@ def keywords(args: argparse.Namespace, case: Case, models: Path) -> dict[str, An
     }
     if (spec := case.speculative_config(models)) is not None:
         asked["speculative_config"] = spec
+    if case.quantization is not None:
+        asked["quantization"] = case.quantization
     if args.sync:
         asked["async_scheduling"] = False
     if args.eager:
         asked["enforce_eager"] = True
+    if args.kv_cache_dtype:
+        asked["kv_cache_dtype"] = args.kv_cache_dtype
     for text in args.set:
         name, _, value = text.partition("=")
         asked[name] = json.loads(value)
@@ -209,6 +230,7 @@ def run_case(args: argparse.Namespace, name: str, models: Path) -> dict[str, Any
             }
         else:
             record["tpot_ms"] = {n: bench.time_per_token_ms(n, args.prompt) for n in args.bs}
+            record |= prompts_per_s(bench, args.prompts)
         if args.sampled:
             record |= bench.sampled(args.sampled, args.prompt)
     shown = ("engine", "case", "init_s", "tpot_ms", "sampled_tpot_ms")
@@ -331,15 +353,20 @@ class Bench:
         self.tokens_per_step[what] = 1 + accepted / drafts if drafts else 1.0
 
 
-def under_load(bench: Bench) -> dict[str, int]:
-    """Tokens per second: in, median of three; out, the better of two."""
+def prompts_per_s(bench: Bench, loads: Sequence[tuple[int, int]]) -> dict[str, int]:
     found = {}
-    for batch, prompt in PROMPT_LOADS:
+    for batch, prompt in loads:
         what = f"in {batch}x{prompt}"
         bench.run(batch, 1, prompt)
         with bench.watched(what):
             seconds = median(bench.run(batch, 1, prompt) for _ in range(3))
         found[f"{what} tok/s"] = round(batch * prompt / seconds)
+    return found
+
+
+def under_load(bench: Bench) -> dict[str, int]:
+    """Tokens per second: in, median of three; out, the better of two."""
+    found = prompts_per_s(bench, PROMPT_LOADS)
     for batch, prompt, tokens in OUTPUT_LOADS:
         what = f"out {batch}x{prompt}+{tokens}"
         bench.run(batch, tokens, prompt)
@@ -353,7 +380,8 @@ def bandwidth(
     case: Case, tpot_ms: dict[int, float], tokens_per_step: dict[int | str, float]
 ) -> dict[str, Any]:
     """Share of the memory bandwidth that reading the weights of a step takes."""
-    num_bytes = weight_bytes_per_step(case.model, case.head, NUM_DRAFTS if case.method else 0)
+    num_drafts = NUM_DRAFTS if case.method else 0
+    num_bytes = weight_bytes_per_step(case.model, case.head, num_drafts, case.quantization)
     peak = next((v for k, v in BANDWIDTH_BYTES_S.items() if k in gpu().get("name", "")), None)
     if num_bytes is None or peak is None:
         return {"weight_bytes_per_step": num_bytes}

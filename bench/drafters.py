@@ -37,10 +37,11 @@ def drafters(k: int, head: str | None = None) -> dict[str, dict[str, Any] | None
         "suffix, past answers": spec("suffix", **PAST),
     }
     if head is not None:
-        found["eagle"] = spec("eagle", model=head)
-        found["suffix + eagle"] = spec(["suffix", "eagle"], model=head)
         auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": k}
-        found["suffix + eagle, auto"] = spec(["suffix", "eagle"], model=head) | auto
+        found["eagle"] = spec("eagle", model=head)
+        found["eagle, auto"] = spec("eagle", model=head) | auto
+        found["suffix + eagle"] = spec(["suffix", "eagle"], model=head)
+        found["suffix + eagle, fixed K"] = spec(["suffix", "eagle"], model=head, adaptive=False)
     return found
 
 

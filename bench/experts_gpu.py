@@ -1,18 +1,26 @@
 """Compares tiles for the products of experts on a GPU, inside CUDA graphs.
 
-Run as `python -m bench.experts_gpu`: prints µs and TB/s of both products by row count, the best
-tile of each bucket, and whole calls. "fixed": all rows choose the same experts; "spread": random.
+usage: python -m bench.experts_gpu [--models q30,glm,mixtral] [--rows 1,...,2048] [--json FILE]
+
+Prints µs of both products by row count, with the share of the GPU's memory rate (weights of the
+experts in use, read once) or of its matrix rate, whichever is larger; the best tile of each bucket;
+whole calls, and how long laying out and adding up take. "fixed": all rows choose the same experts;
+"spread": random; "zipf": expert number n of a random order is chosen 1 / n as often as the first.
+--tiny: a small model, on any GPU or in Triton's interpreter, only checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,12 +33,13 @@ from triton.runtime.jit import JITFunction
 from bench.gemm_gpu import timed
 from bench.gemm_tiles import NoGpu
 from paceline.kernels.experts.reference import ExpertWeights
-from paceline.kernels.experts.triton import products
+from paceline.kernels.experts.triton import layout, products
 from paceline.kernels.experts.triton.layout import lay_out
 from paceline.kernels.experts.triton.products import ExpertTile, apply_experts, multiply_rows
 
-ROWS = (1, 8, 32, 64, 128, 256)
-REGIMES = ("fixed", "spread")
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
+REGIMES = ("fixed", "spread", "zipf")
+MEMORY_RATE, MATRIX_RATE = 4.8e12, 990e12  # an H200's in bf16, by its datasheet
 NUM_LAYERS = 4  # each call uses the next set and other experts, so that no cache holds them
 TOLERANCE = 6e-3
 
@@ -61,8 +70,11 @@ class Model:
             chosen = torch.arange(self.num_chosen) + index // NUM_LAYERS * self.num_chosen
             chosen = (chosen % self.num_experts).expand(rows, -1)
         else:
-            chosen = torch.rand(rows, self.num_experts, generator=random).argsort(1)
-            chosen = chosen[:, : self.num_chosen]
+            # The largest of logits plus Gumbel noise: draws without putting back.
+            rank = torch.randperm(self.num_experts, generator=random) + 1.0
+            logits = -rank.log() if regime == "zipf" else torch.zeros(self.num_experts)
+            noise = torch.rand(rows, self.num_experts, generator=random).clamp(1e-9, 1 - 1e-6)
+            chosen = (logits - (-noise.log()).log()).topk(self.num_chosen).indices
         shared = torch.arange(self.num_experts, self.num_stacked).expand(rows, -1)
         return torch.cat((chosen, shared), 1).int().to(device)
 
@@ -73,7 +85,9 @@ class Model:
 MODELS = {
     "glm": Model("glm", 2048, 1536, 64, 4, 1),
     "q30": Model("q30", 2048, 768, 128, 8),
+    "mixtral": Model("mixtral", 4096, 14336, 8, 2),
 }
+TINY = Model("tiny", 64, 32, 6, 2)
 
 
 class Try(NamedTuple):
@@ -131,6 +145,10 @@ FEW = {
     ],
 }
 MANY = [
+    cut(64, 128, 4, 4, 2)._replace(rows=16),
+    cut(128, 128, 8, 3, 2)._replace(rows=16),
+    cut(64, 128, 4, 4, 2)._replace(rows=32),
+    cut(128, 64, 8, 5, 2)._replace(rows=32),
     cut(64, 64, 4, 6, 2)._replace(rows=64),
     cut(128, 64, 4, 4, 2)._replace(rows=64),
     cut(128, 64, 8, 4, 2)._replace(rows=64),
@@ -138,6 +156,9 @@ MANY = [
     cut(256, 64, 8, 5, 1)._replace(rows=64),
     cut(64, 64, 4, 4, 2)._replace(rows=128),
     cut(128, 64, 8, 6, 1)._replace(rows=128),
+    cut(128, 64, 4, 3, 2)._replace(rows=128),
+    cut(256, 64, 8, 4, 1)._replace(rows=128),
+    cut(128, 64, 8, 4, 1)._replace(rows=256),
 ]
 
 
@@ -256,7 +277,15 @@ class Timing(NamedTuple):
     is_gated: bool
     each: Try
     took_us: float
-    terabytes_s: float
+    memory_share: float
+    matrix_share: float
+
+    @property
+    def share(self) -> str:
+        """Of the rate that the product is nearer to."""
+        if self.memory_share >= self.matrix_share:
+            return f"{100 * self.memory_share:3.0f}%mem"
+        return f"{100 * self.matrix_share:3.0f}%tc"
 
 
 def make_layers(model: Model) -> list[ExpertWeights]:
@@ -279,7 +308,7 @@ def time_products(
     operands = Operands(model, rows, is_gated, matrices)
     wanted = operands.wanted(model.choices(rows, "spread", 1, "cuda"), 1)
     wrong = {each: error_of(operands, each, wanted) for each in tries(rows, is_gated)}
-    for regime in REGIMES:
+    for regime in regimes(rows):
         calls = 32 if regime == "fixed" else 12
         choices = [model.choices(rows, regime, i, "cuda") for i in range(calls)]
         num_used = sum(len(x.unique()) for x in choices) / calls
@@ -289,17 +318,26 @@ def time_products(
                 continue
             chosen = [operands.laid_out(x, each) for x in choices]
             took = timed(lambda i: operands.run(chosen[i], each.tile, i), calls)  # noqa: B023
-            yield Timing(model.name, regime, rows, is_gated, each, took, size / took / 1e6)
+            operations = rows * model.num_taken * model.matrix_bytes(is_gated)  # two per 2 bytes
+            shares = size / took * 1e6 / MEMORY_RATE, operations / took * 1e6 / MATRIX_RATE
+            yield Timing(model.name, regime, rows, is_gated, each, took, *shares)
 
 
-def error_of(operands: Operands, each: Try, wanted: Tensor) -> float:
+def regimes(rows: int) -> Sequence[str]:
+    """Many rows that choose the same experts: no router does that."""
+    return REGIMES if rows <= 64 else REGIMES[1:]
+
+
+def error_of(operands: Operands, each: Try, wanted: Tensor, regime: str = "spread") -> float:
     """Largest relative error against the reference; infinite if a tile does not run."""
-    chosen = operands.model.choices(operands.rows, "spread", 1, "cuda")
+    device = operands.x.device.type
+    chosen = operands.model.choices(operands.rows, regime, 1, device)
     operands.out.fill_(float("nan"))
     title = f"{operands.model.name} {operands.rows} {each}"
     try:
         operands.run(operands.laid_out(chosen, each), each.tile, 1)
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
     except Exception as error:
         print(f"{title}: {type(error).__name__} {str(error)[:80]}")
         return float("inf")
@@ -322,9 +360,21 @@ def tiles_in_use(gated: Try, plain: Try) -> Iterator[None]:
         yield
 
 
-def time_calls(model: Model, layers: list[ExpertWeights], found: list[Timing], rows: int) -> None:
-    """Whole calls: with the tiles of the repository, and with the best tile of each kind."""
-    for regime in REGIMES:
+def best_pairs(found: list[Timing]) -> Iterator[tuple[Timing, Timing]]:
+    """The best tiles of both products, for each size of blocks: rows are laid out once for both."""
+    for size in sorted({(x.each.is_few, x.each.tile.rows) for x in found}):
+        own = [x for x in found if (x.each.is_few, x.each.tile.rows) == size]
+        gated, plain = ([x for x in own if x.is_gated == is_gated] for is_gated in (True, False))
+        if gated and plain:
+            best = (min(x, key=lambda x: x.took_us) for x in (gated, plain))
+            yield next(best), next(best)
+
+
+def time_calls(
+    model: Model, layers: list[ExpertWeights], found: list[Timing], rows: int
+) -> Iterator[dict[str, Any]]:
+    """Whole calls: with the tiles of the repository, and with the best ones of each block size."""
+    for regime in regimes(rows):
         calls = 16
         choices = [model.choices(rows, regime, i, "cuda") for i in range(calls)]
         x = torch.randn(rows, model.width, device="cuda").bfloat16()
@@ -333,33 +383,36 @@ def time_calls(model: Model, layers: list[ExpertWeights], found: list[Timing], r
         def call(i: int) -> Tensor:
             return apply_experts(x, choices[i], weight, layers[i % NUM_LAYERS])  # noqa: B023
 
-        line = f"{model.name} {regime:6} {rows:4} rows, whole: now {timed(call, calls):7.2f} µs"
+        def laying(i: int) -> None:
+            lay_out(choices[i], model.num_stacked, 128)  # noqa: B023
+
+        row: dict[str, Any] = {"model": model.name, "regime": regime, "rows": rows}
+        row["whole_us"] = {"now": timed(call, calls)}
+        if rows > products.FEW_ROWS:
+            for counted in (layout.COUNTED, 4 * layout.COUNTED):
+                with mock.patch.object(layout, "COUNTED", counted):
+                    row["whole_us"][f"lay_out by {counted}"] = timed(laying, calls)
         here = [x for x in found if x[:3] == (model.name, regime, rows)]
-        for is_few in (True, False):
-            best = {
-                is_gated: min(own, key=lambda x: x.took_us).each
-                for is_gated in (True, False)
-                if (own := [x for x in here if x.is_gated == is_gated and x.each.is_few == is_few])
-            }
-            # Blocks are laid out once for both products.
-            if len(best) == 2 and (is_few or best[True].tile.rows == best[False].tile.rows):
-                with tiles_in_use(best[True], best[False]):
-                    line += f" | best {'few' if is_few else 'many'} {timed(call, calls):7.2f}"
-        print(line)
+        for gated, plain in best_pairs(here):
+            with tiles_in_use(gated.each, plain.each):
+                row["whole_us"][f"{gated.each} {plain.each}"] = timed(call, calls)
+        shown = " | ".join(f"{name} {took:.1f}" for name, took in row["whole_us"].items())
+        print(f"{model.name} {regime:6} {rows:4} rows, whole, µs: {shown}", flush=True)
+        yield row
 
 
 # ---- reports
 
 
 def report(found: list[Timing], model: str, rows: int) -> None:
-    for regime in REGIMES:
+    for regime in regimes(rows):
         for is_gated in (True, False):
             key = (model, regime, rows, is_gated)
             own = sorted((x for x in found if x[:4] == key), key=lambda x: x.took_us)
             line = f"{model} {regime:6} {rows:4} {'gate_up' if is_gated else 'down   '}"
             for x in own[:4]:
-                line += f" | {x.took_us:6.2f} {x.terabytes_s:4.2f} {x.each}"
-            print(line + (f" | worst {own[-1].took_us:.1f}" if own else ""))
+                line += f" | {x.took_us:6.2f} {x.share} {x.each}"
+            print(line + (f" | worst {own[-1].took_us:.1f}" if own else ""), flush=True)
 
 
 def report_buckets(found: list[Timing]) -> None:
@@ -379,31 +432,62 @@ def report_buckets(found: list[Timing]) -> None:
             print(f"all {rows:4} {'gate_up' if is_gated else 'down   '}: {shown}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="glm,q30")
+def check_tiny() -> int:
+    """How many tiles are wrong for a small model."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wrong = 0
+    for rows, is_gated in product((5, 100), (True, False)):
+        shape = (2 * TINY.inner, TINY.width) if is_gated else (TINY.width, TINY.inner)
+        matrix = torch.randn(TINY.num_stacked, *shape, device=device).half()
+        operands = Operands(TINY, rows, is_gated, [matrix])
+        wanted = operands.wanted(TINY.choices(rows, "zipf", 1, device), 1)
+        sizes = {(x.is_few, x.tile.rows): x for x in tries(rows, is_gated)}  # no warps, no stages
+        for each in sizes.values():
+            each = each._replace(tile=each.tile._replace(outputs=32, inputs=32))
+            wrong += not error_of(operands, each, wanted, "zipf") < TOLERANCE
+        print(f"tiny {rows} {'gate_up' if is_gated else 'down'}: {len(sizes)} sizes of blocks")
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="q30,glm,mixtral")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--seconds", type=float, default=60, help="start no row count after this")
+    parser.add_argument("--seconds", type=float, default=360, help="start no row count after this")
     parser.add_argument("--workers", type=int, default=15)
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(argv)
+    if options.tiny:
+        return check_tiny()
     begin = time.monotonic()
     models = [MODELS[x] for x in options.models.split(",")]
     rows_list = [int(x) for x in options.rows.split(",")]
     compile_all(models, rows_list, options.workers)
     found: list[Timing] = []
+    whole: list[dict[str, Any]] = []
     for model in models:
         layers = make_layers(model)
         for rows in rows_list:
             if time.monotonic() - begin > options.seconds:
-                break
+                print(f"no time for {model.name} with {rows} rows")
+                continue
             for is_gated in (True, False):
                 found += time_products(model, layers, rows, is_gated)
             report(found, model.name, rows)
-            time_calls(model, layers, found, rows)
-        print(f"{time.monotonic() - begin:.1f} s")
+            whole += time_calls(model, layers, found, rows)
+        print(f"{time.monotonic() - begin:.1f} s", flush=True)
         del layers
     report_buckets(found)
+    if options.json is not None:
+        cells = [{**x._asdict(), "each": str(x.each)} for x in found]
+        record = {"bench": "experts", "cells": cells, "whole": whole}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

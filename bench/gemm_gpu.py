@@ -293,7 +293,7 @@ def report(shapes: list[Shape], rows_list: list[int], found: list[Any]) -> None:
             for took in cublas:
                 line += f"  cublas {took:7.2f} µs {size / took / 1e6:5.2f}"
             for _, _, _, tile, took in own[:3]:
-                line += f" | {took:7.2f} {size / took / 1e6:5.2f} {_short(tile)}"
+                line += f" | {took:7.2f} {size / took / 1e6:5.2f} {short(tile)}"
             if own:
                 line += f" | worst {own[-1][4]:.1f}"
             print(line)
@@ -346,7 +346,7 @@ def tune(stack: Any, name: str, rows: int, found: list[Any], best_of: int = 2) -
         tried.sort(key=lambda x: x[0])
         least, best[shape] = tried[0]
         time_with(best)
-        shown = [f"{x:.0f} {'cublas' if y == 'cublas' else _short(y)}" for x, y in tried]
+        shown = [f"{x:.0f} {'cublas' if y == 'cublas' else short(y)}" for x, y in tried]
         print(f"   {rows} {shape}: {', '.join(shown)}")
     # One cuBLAS product between fused ones may be slow where all of them would not be.
     if time_with(dict.fromkeys(shapes, "cublas")) > least:
@@ -368,7 +368,7 @@ def launched(is_dependent: bool) -> Iterator[None]:
         products._launch = launch
 
 
-def _short(tile: Any) -> str:
+def short(tile: Any) -> str:
     tile = Tile(*tile)
     rest = f"w{tile.warps}d{tile.depth}s{tile.splits}{'+' * tile.is_apart}a{tile.ahead}"
     return f"{tile.kind}{tile.block_t}.{tile.block_n}.{tile.block_k}.{rest}"

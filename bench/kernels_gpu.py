@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from paceline.kernels.attention.triton.attend import (
     prepare_attention,
     tiles_kernel,
 )
+from paceline.kernels.attention.triton.work import PagedHeads
 from paceline.kernels.elementwise.triton import add_rms_norm, place_heads, rms_norm, silu_and_mul
+from paceline.kernels.kv_codes.reference import KvScales, encode
 from paceline.kernels.linear import hopper
 from paceline.kernels.linear.reference import Product
 from paceline.kernels.rows import WindowRows
@@ -68,19 +71,27 @@ class Cell:
 
 
 def attention_cell(
-    model: Model, rows: list[tuple[int, int]], width: int, dtype: torch.dtype
+    model: Model,
+    rows: list[tuple[int, int]],
+    width: int,
+    dtype: torch.dtype,
+    *,
+    is_fp8: bool = False,
 ) -> Cell:
-    """Rows as (queries, KV length); width 0: packed, as a mixed step has them."""
+    """Rows as (queries, KV length); width 0: packed, as a mixed step has them. fp8: the pages."""
     num_entries = sum(width or count for count, _ in rows)
     total = sum(length for _, length in rows)
     size = dtype.itemsize
-    cache_bytes = 2 * total * model.num_kv * model.head_size * size
+    cache_bytes = 2 * total * model.num_kv * model.head_size * (1 if is_fp8 else size)
     pairs = sum(count * length - count * (count - 1) / 2 for count, length in rows)
 
     def make(num_sets: int) -> list[Callable[[], Any]]:
         qkv_TD, caches, batch = _operands(model, rows, width, num_sets, dtype)
-        scale = model.head_size**-0.5
-        return [partial(paged_attention, qkv_TD, c[0], c[1], batch, scale) for c in caches]
+        rest: tuple[Any, ...] = (batch, model.head_size**-0.5)
+        if is_fp8:
+            scales = KvScales(*torch.ones(2, model.num_kv, device=DEVICE))
+            caches, rest = encode(caches, torch.ones((), device=DEVICE)), (*rest, scales)
+        return [partial(paged_attention, qkv_TD, c[0], c[1], *rest) for c in caches]
 
     counts = {count for count, _ in rows}
     kind = f"{len(rows)} x {rows[0][0]} at {rows[0][1]}"
@@ -88,7 +99,7 @@ def attention_cell(
         kind = f"{len(rows) - 1} x {rows[0][0]} at {rows[0][1]} + {rows[-1][0]}"
     return Cell(
         "paged_attention",
-        f"{model.name} {kind}",
+        f"{model.name} {kind}{', fp8 pages' if is_fp8 else ''}",
         make,
         cache_bytes + 2 * num_entries * model.num_q * model.head_size * size,
         4 * pairs * model.num_q * model.head_size if max(counts) > 16 else 0.0,
@@ -106,9 +117,13 @@ def tiles_cells(model: Model, rows: list[tuple[int, int]], dtype: torch.dtype) -
         def make(num_sets: int, chosen: Callable[..., Any] = chosen) -> list[Callable[[], Any]]:
             qkv_TD, caches, batch = _operands(model, rows, 0, num_sets, dtype)
             out_TD = qkv_TD.new_empty(len(qkv_TD), model.num_q * model.head_size)
-            tensors = [(qkv_TD, c[0], c[1], batch) for c in caches]
-            rest = (batch.work, model.head_size**-0.5, out_TD)
-            return [partial(chosen(*operands), *operands, *rest) for operands in tensors]
+            rest = (batch, batch.work, model.head_size**-0.5, out_TD)
+            return [
+                partial(
+                    chosen(qkv_TD, *c, batch), qkv_TD, PagedHeads(c[0], c[1], None, None), *rest
+                )
+                for c in caches
+            ]
 
         label = f"{same.name}, {name}"
         yield Cell("attend_tiles", label, make, same.num_bytes, same.num_operations)
@@ -264,9 +279,9 @@ LONG = ((1, 16000), (1, 32000), (1, 64000), (1, 128000), (8, 16000), (64, 4000))
 
 
 def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
-    for num_rows, length in LONG:
-        for width in (1, 4):
-            yield attention_cell(MODELS[1], [(width, length)] * num_rows, width, dtype)
+    for (num_rows, length), width, is_fp8 in product(LONG, (1, 4), (False, True)):
+        rows = [(width, length)] * num_rows
+        yield attention_cell(MODELS[1], rows, width, dtype, is_fp8=is_fp8)
     for model in MODELS:
         for length in (300, 4000):
             for num_rows in (1, 8, 32, 64, 256):
@@ -275,6 +290,7 @@ def all_cells(dtype: torch.dtype) -> Iterator[Cell]:
                     yield attention_cell(model, rows, width, dtype)
         yield attention_cell(model, [(4096, 4096)], 0, dtype)
         yield attention_cell(model, [(2048, 2048)] * 8, 0, dtype)
+        yield attention_cell(model, [(2048, 2048)] * 8, 0, dtype, is_fp8=True)
         yield attention_cell(model, [*[(1, 300)] * 32, (512, 512)], 0, dtype)
         for count, length, num_rows in ((512, 512, 8), (4096, 4096, 1), (2000, 4000, 4)):
             yield from tiles_cells(model, [(count, length)] * num_rows, dtype)
@@ -322,6 +338,13 @@ def measure(cell: Cell) -> dict[str, Any]:
     return found
 
 
+def show(found: dict[str, Any]) -> None:
+    share, rate = found.get("memory_share"), found.get("tflops")
+    note = f"{100 * share:5.1f} % of memory rate" if share is not None else ""
+    note = f"{rate:5.0f} TFLOP/s" if rate is not None else note
+    print(f"{found['kernel']:16} {found['case']:26} {found['us']:9.2f} us  {note}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("filters", nargs="*", help="only lines that contain one of these")
@@ -336,11 +359,7 @@ def main() -> None:
             continue
         rows.append(measure(cell))
         if not options.json:
-            share = rows[-1].get("memory_share")
-            rate = rows[-1].get("tflops")
-            note = f"{100 * share:5.1f} % of memory rate" if share is not None else ""
-            note = f"{rate:5.0f} TFLOP/s" if rate is not None else note
-            print(f"{cell.kernel:16} {cell.name:26} {rows[-1]['us']:9.2f} us  {note}", flush=True)
+            show(rows[-1])
     if options.json:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "cells": rows}, indent=1))
 

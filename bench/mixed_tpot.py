@@ -94,19 +94,20 @@ def token_gaps(answer: Answer, begin_s: float, end_s: float) -> list[float]:
 
 def engine_config(args: argparse.Namespace, models: Path) -> EngineConfig:
     case = CASES[args.case]
-    return EngineConfig.from_keywords(
-        model=str(models / case.model),
-        speculative_config=case.speculative_config(models),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=4096,
-        max_num_seqs=args.slots,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.85,
-        enforce_eager=args.eager,
-        **{name: json.loads(value) for name, _, value in (t.partition("=") for t in args.set)},
-    )
+    asked: dict[str, Any] = {
+        "model": str(models / case.model),
+        "speculative_config": case.speculative_config(models),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_seqs": args.slots,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.85,
+        "enforce_eager": args.eager,
+    }
+    given = (text.partition("=") for text in args.set)
+    return EngineConfig.from_keywords(**asked | {name: json.loads(x) for name, _, x in given})
 
 
 def row(found: dict[str, Any], alone: dict[str, Any]) -> str:

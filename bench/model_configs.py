@@ -155,6 +155,15 @@ _Q35_MOE = _Q35 | {  # Qwen3.5-35B-A3B
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_TINY = _SM | {  # rehearsals of benchmarks without a GPU
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
 # The heads are EAGLE-1: one layer, and the target's lm_head.
 CONFIGS: dict[str, dict[str, Any]] = {
     "sm": _SM,
@@ -163,9 +172,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "l8-eagle": _L8 | {"num_hidden_layers": 1},
     "l8-long": _L8 | {"max_position_embeddings": 131_072},
     "glm": _GLM,
+    "glm-spread": _GLM | {"dummy_router_bias": 0.0},
     "q30": _Q30,
     "q35": _Q35,
     "q35-moe": _Q35_MOE,
+    "tiny": _TINY,
 }
 _BYTES = 2  # bf16
 
@@ -177,21 +188,24 @@ def write_configs(folder: Path) -> None:
         path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def weight_bytes_per_step(model: str, head: str | None, num_drafts: int) -> int | None:
+def weight_bytes_per_step(
+    model: str, head: str | None, num_drafts: int, quantization: str | None = None
+) -> int | None:
     """Weights that one step reads: the target's layers and lm_head once, the head's per draft.
 
     Gathered rows of the embedding are negligible. None for MoE models, whose reads depend on the
-    batch.
+    batch. With quantization a weight of a layer is one byte; those of lm_head stay as they are.
     """
     target = CONFIGS[model]
     if "num_experts_per_tok" in target:
         return None
-    count = target["num_hidden_layers"] * _layer(target) + _lm_head(target)
+    layers = target["num_hidden_layers"] * _layer(target)
+    count = (layers if quantization is None else layers // _BYTES) + _lm_head(target)
     if head is not None:
         config = CONFIGS[head]
         fc = 2 * config["hidden_size"] ** 2
-        layers = config["num_hidden_layers"] * _layer(config)
-        count += num_drafts * (fc + layers + _lm_head(target))
+        own = config["num_hidden_layers"] * _layer(config)
+        count += num_drafts * (fc + own + _lm_head(target))
     return int(count * _BYTES)
 
 

@@ -3,7 +3,8 @@
 usage: python -m bench.train_head FOLDER
 Only prompts of the half "tune" are asked, so that `bench.drafters --head FOLDER --half test` uses
 others. A few minutes of training on a few thousand tokens: the head is right now and then, which is
-what a chain has to deal with. It is no head to serve with. Needs transformers.
+what a chain has to deal with. With `--half test` it learns the very answers that are timed, and
+stands for a good head. It is no head to serve with. Needs transformers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from paceline.checkpoint.default_model import fetch_default_model
 from tests.eagle import PlainEagle, features, random_head, save_head
 
 
-def answered(num_prompts: int, num_tokens: int, threads: int) -> list[list[int]]:
+def answered(num_prompts: int, num_tokens: int, threads: int, half: str) -> list[list[int]]:
     """Prompts and answers as tokens."""
     with LLM(cpu_threads=threads, engine_in_process=True) as llm:
         found = []
         for kind in KINDS:
-            outputs, _ = ask(llm, kind, prompts(num_prompts, "tune")[kind], num_tokens, 8)
+            outputs, _ = ask(llm, kind, prompts(num_prompts, half)[kind], num_tokens, 8)
             found += [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
     return found
 
@@ -69,12 +70,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of each kind")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--half", default="tune", choices=["both", "tune", "test"], help="prompts")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     import transformers
 
     torch.set_num_threads(args.threads)
-    texts = answered(args.prompts, args.tokens, args.threads)
+    texts = answered(args.prompts, args.tokens, args.threads, args.half)
     with tempfile.TemporaryDirectory() as name:
         convert_gguf(fetch_default_model(), Path(name) / "model", "float32")
         target: Any = transformers.AutoModelForCausalLM.from_pretrained(

@@ -29,8 +29,10 @@ ARGUMENTS = Namespace(
     bs=[1, 8],
     sync=False,
     eager=False,
+    kv_cache_dtype=None,
     set=[],
     contexts=[],
+    prompts=[],
 )
 
 
@@ -156,6 +158,16 @@ def test_load_gives_tokens_per_second(
     assert found["steps"]["out 64x4000+64"]["num_steps"] == 2  # one a run, and the first is warm
 
 
+def test_prompts_are_measured_in_the_same_engine_with_and_without_quantization(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "l8,l8-fp8", "--bs", "1", "--prompts", "8x2048") == 0
+    plain, rounded = results(capsys.readouterr().out)
+    assert plain["in 8x2048 tok/s"] == rounded["in 8x2048 tok/s"] == round(8 * 2048 / (2048 + 8))
+    assert [llm.options.get("quantization") for llm in engine.opened] == [None, "fp8"]
+    assert engine.opened[0].options["max_model_len"] >= 2048 + 1
+
+
 def test_the_same_engine_also_samples(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,11 +208,13 @@ def test_vllm_is_told_to_keep_the_statistics_that_are_read(
 
 def test_the_engine_can_be_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--sync", "--eager", "--prompt", "4000", "--set", "block_size=32"]
+    flags += ["--kv-cache-dtype", "fp8"]
     assert run(monkeypatch, "sm", "--bs", "1", *flags) == 0
     (llm,) = engine.opened
     assert llm.options["async_scheduling"] is False
     assert llm.options["enforce_eager"] is True
     assert llm.options["block_size"] == 32
+    assert llm.options["kv_cache_dtype"] == "fp8"
     assert llm.options["max_model_len"] >= 4000 + 288
     assert {p.temperature for _, _, p in llm.asked} == {0.0}
 
@@ -297,7 +311,8 @@ def test_an_unknown_case_is_refused(
 @pytest.mark.parametrize("name", ["sm", "l8"])
 def test_our_engine_knows_every_keyword(name: str, tmp_path: Path) -> None:
     contexts = {"contexts": [(1, 64_000)]}
-    for change in ({}, {"load": True}, {"sync": True, "eager": True}, contexts):
+    fp8 = {"kv_cache_dtype": "fp8"}
+    for change in ({}, {"load": True}, {"sync": True, "eager": True}, contexts, fp8):
         args = Namespace(**{**vars(ARGUMENTS), **change})
         config = EngineConfig.from_keywords(**keywords(args, CASES[name], tmp_path))
         assert config.model.load_format == "dummy"
@@ -315,6 +330,10 @@ def test_the_weights_that_a_step_reads_are_those_of_the_shapes(tmp_path: Path) -
         assert num_bytes is not None
         assert num_bytes / 4.8e12 * 1e3 == pytest.approx(wanted, rel=0.01)
     assert weight_bytes_per_step("glm", None, 0) is None
+    wide, narrow = (weight_bytes_per_step("l8", None, 0, x) for x in (None, "fp8"))
+    lm_head = 2 * 4096 * 128_256
+    assert wide is not None
+    assert narrow == (wide - lm_head) // 2 + lm_head
     write_configs(tmp_path)
     for name, config in CONFIGS.items():
         assert json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8")) == config
