@@ -16,7 +16,7 @@ import torch
 from paceline.layers.attention import ForwardInputs
 from paceline.models.decoder import Decoder
 from paceline.models.heads.eagle import EagleModel
-from paceline.sampling.params import pack_bits
+from paceline.sampling.processors import pack_bits
 from paceline.step import Ints, StepPlan, StepResult
 from tests.e2e.engines import NGRAM, draft_model, eagle, run, tokens
 from tests.e2e.ladder import PROMPTS, Workshop

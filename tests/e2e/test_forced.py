@@ -12,7 +12,7 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.engine.messages import StepMessage, decode
 from paceline.runner import startup
-from paceline.sampling.params import pack_bits
+from paceline.sampling.processors import pack_bits
 from paceline.scheduler.events import TokenConstraint
 from paceline.step import Ints
 from tests.e2e.engines import NGRAM, draft_model, eagle, head

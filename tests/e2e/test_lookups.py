@@ -117,6 +117,19 @@ def test_tokens_are_those_without_any_drafts(
 
 
 @pytest.mark.usefixtures("_rows")
+@pytest.mark.parametrize("drafter", first_or_more(DRAFTERS[2:], ("eagle",).__contains__))
+def test_a_chain_that_decides_by_cost_changes_no_token(workshop: Workshop, drafter: str) -> None:
+    spec = spec_of(workshop, drafter, 5, adaptive=True)
+    found, num_accepted, engine = answers(
+        workshop, spec, max_num_batched_tokens=48, block_size=4, with_grammars=True
+    )
+    assert engine.scheduler._draft_lengths.is_auto
+    is_mtp = drafter == "mtp"
+    assert found == plain(workshop, is_mtp=is_mtp, with_grammars=True)
+    assert num_accepted > 20
+
+
+@pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize("drafter", first_or_more(DRAFTERS[:5], ("none",).__contains__))
 def test_seeded_requests_with_every_feature_get_the_tokens_without_any_drafts(
     workshop: Workshop, drafter: str

@@ -146,13 +146,27 @@ def test_an_unsupported_schema_is_a_400_that_names_the_keyword(
     server: ServerProcess, stream: bool
 ) -> None:
     schema = {"type": "array", "contains": {"type": "null"}}
+    reason = "JSON Schema keyword 'contains' is not supported."
     error = refusal(server, structured_outputs={"json": schema}, stream=stream)
-    assert "'contains' is not supported" in error["message"]
+    assert error["message"] == f"structured_outputs: {reason}"
     assert error["param"] == "structured_outputs"
     given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     error = refusal(server, "/v1/chat/completions", response_format=given, stream=stream)
-    assert "'contains' is not supported" in error["message"]
+    assert error["message"] == f"response_format: {reason}"
     assert error["param"] == "response_format"
+
+
+def test_a_schema_of_a_tool_that_cannot_be_served_is_blamed_on_the_tools(
+    server: ServerProcess,
+) -> None:
+    """The structural tag and the grammar that it became are not the client's."""
+    function = {"name": "f", "parameters": {"type": "nothing"}}
+    tools = [{"type": "function", "function": function}]
+    asked = {"tools": tools, "tool_choice": "required"}
+    error = refusal(server, "/v1/chat/completions", **asked)
+    reason = "failed to compile JSON schema: Invalid type: nothing"
+    assert error["message"] == f"tools cannot be served: {reason}"
+    assert error["param"] == "tools"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from paceline.config import EngineConfig
-from paceline.parallel.placement import RankPlace
+from paceline.parallel.placement import ONLY_RANK, RankPlace
 from paceline.runner.load_models import Progress
 from paceline.runner.platform_cuda import CudaPlatform
 from paceline.runner.startup import build_on
@@ -16,7 +16,7 @@ from paceline.step import Runner
 FIXED = f"{__name__}:build_fixed"
 
 
-def build_fixed(config: EngineConfig, progress: Progress, place: RankPlace) -> Runner:
+def build_fixed(config: EngineConfig, progress: Progress, place: RankPlace = ONLY_RANK) -> Runner:
     """What a GPU would run, with the kernels' references and no graphs."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)

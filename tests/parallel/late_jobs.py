@@ -29,22 +29,32 @@ def answer(rank: int, folder: Path) -> dict[str, Any]:
     """
     asked = json.loads((folder / "plan.json").read_text())
     config = EngineConfig.from_keywords(**asked["options"])
-    place = place_in(folder, rank, layout_of(config))
-    build: Any = build_fixed if asked["is_fixed"] else build_runner
-    runner: Runner = build(config, lambda stage, share: None, place)
-    if not place.is_leader:
-        with _connected(folder) as leader:
-            follow(runner, leader, config.scheduler.depth, _TIMEOUT_S)
-        runner.close()
+    runner = leading_runner(config, rank, folder, is_fixed=asked["is_fixed"])
+    if runner is None:
         return {}
-    if config.device.tensor_parallel_size > 1:
-        runner = LeadingRunner(runner, [_accepted(folder)], _TIMEOUT_S)
     engine, published = listened_to(runner, config)
     grammars = _add(engine, asked["prompts"][rank if config.device.data_parallel_size > 1 else 0])
     finish(engine)
     runner.close()
     assert all(grammar.seen == published[uid] for uid, grammar in grammars.items())
     return {"tokens": published, "steps": engine.scheduler.num_steps}
+
+
+def leading_runner(
+    config: EngineConfig, rank: int, folder: Path, *, is_fixed: bool
+) -> Runner | None:
+    """The runner of a replica's first rank. None on other ranks: they have followed to the end."""
+    place = place_in(folder, rank, layout_of(config))
+    build: Any = build_fixed if is_fixed else build_runner
+    runner: Runner = build(config, lambda stage, share: None, place)
+    if not place.is_leader:
+        with _connected(folder) as leader:
+            follow(runner, leader, config.scheduler.depth, _TIMEOUT_S)
+        runner.close()
+        return None
+    if config.device.tensor_parallel_size > 1:
+        runner = LeadingRunner(runner, [_accepted(folder)], _TIMEOUT_S)
+    return runner
 
 
 def _add(engine: Engine, prompts: list[tuple[int, list[int]]]) -> dict[int, Stairs]:

@@ -114,7 +114,7 @@ class _Experts:
 
     def __init__(self, exchange: ExpertExchange, dtype: torch.dtype) -> None:
         own = exchange.share(EXPERTS)
-        self.own = ExpertWeights(*(x[own.start : own.stop] for x in weights(dtype)))
+        self.own = ExpertWeights(*(x[own.start : own.stop] for x in weights(dtype)[:2]))
         self.num_rows = 0
 
     def __call__(self, rows: RoutedRows) -> Tensor:
