@@ -79,10 +79,11 @@ which is slower. "Run on a GPU": the kind of model is in the last `make test-gpu
 """
 FORMATS = """
 Weights are read from safetensors and `pytorch_model.bin`, of one file or of shards, in fp32, bf16
-or fp16, and in fp8 with a `weight_block_size` (dequantised while loading). A GGUF is one file; its
-tensors may have any type that the `gguf` package can dequantise. On the CPU {packed}
-stay packed. `--load-format dummy` makes random weights for any family. Other quantised formats
-(AWQ, GPTQ, per-tensor fp8) are refused.
+or fp16, and in fp8 as DeepSeek, compressed-tensors and modelopt write it; `--quantization fp8`
+rounds wider weights while they are loaded ([fp8](../howto/quantization.md); not yet run on a GPU).
+A GGUF is one file; its tensors may have any type that the `gguf` package can dequantise. On the CPU
+{packed} stay packed. `--load-format dummy` makes random weights for any family. Other quantised
+formats (AWQ, GPTQ, int8, NVFP4, MXFP4) are refused.
 
 ## Families and drafters
 

@@ -15,14 +15,20 @@ from docs.python_reference import python_api
 from docs.supported import supported
 from paceline.cli import build_parser, leaf_parsers
 from paceline.server.completions import MAX_PROMPTS
-from paceline.server.fields import ECHOED, NOT_BUILT
+from paceline.server.fields import ECHOED
 from paceline.server.limits import LIMITS, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from paceline.server.messages_types import MessagesRequest
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import OPEN_PATHS
 from paceline.server.operations import OPERATIONS
 from paceline.server.params import MAX_TABLE_ENTRIES
-from paceline.server.requests import WITHOUT_EFFECT, ChatRequest, CompletionRequest, GenerateFields
+from paceline.server.requests import (
+    NOT_BUILT,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    GenerateFields,
+)
 from paceline.server.responses_types import ResponsesRequest
 from paceline.server.tokens import MAX_TOKENIZE_CHARS
 from paceline.speculation import METHODS_NOT_SERVED, NOT_SERVED, SpeculativeConfig

@@ -30,6 +30,7 @@ READS_TENSORS = {
     "paceline/state/packets.py": "the way in of both: pinned memory of the ring",
     "paceline/state/readback.py": "the way out: pinned memory of the ring",
     "paceline/state/slots.py": "arrays over CPU tensors, for the compact rows",
+    "paceline/state/late_rows.py": "features of rows that wait, on the CPU",
     "paceline/runner/compact_rows.py": "rows of the CPU, and the order of its late rows",
     "paceline/runner/prompt_logprobs.py": "prompt logprobs, in an eager step",
     "paceline/sampling/custom.py": "custom processors run on the host, in an eager step",

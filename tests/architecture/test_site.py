@@ -4,6 +4,7 @@ names that exist, a short README."""
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ DOCS = ROOT / "docs"
 TOURS = ("architecture.md", "tour_request.md", "tour_step.md", "tour_ranks.md", "howto/extend.md")
 OPERATION = ("deployment.md", "troubleshooting.md")
 MOST_README_WORDS = 700
+MOST_FILES = 6  # of the package, for one extension
 # Flags of other programs.
 FOREIGN_FLAGS = {"--index-url", "--gpus", "--shm-size"}
 
@@ -47,9 +49,13 @@ def test_links_out_of_docs_lead_to_the_repository() -> None:
 
 
 def test_the_repository_has_one_address() -> None:
-    urls = re.findall(r'"(https://github\.com/[^"]+)"', (ROOT / "pyproject.toml").read_text())
-    assert urls
-    assert all(url.startswith(repository()) for url in urls)
+    """In pyproject.toml, and nowhere else: it is changed in one place."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = repository()
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= project["urls"].keys()
+    assert all(url.startswith(address) for url in project["urls"].values())
+    for page in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")):
+        assert address not in page.read_text(encoding="utf-8"), page
 
 
 @pytest.mark.parametrize("name", TOURS)
@@ -59,6 +65,18 @@ def test_a_tour_links_the_files_that_it_names(name: str) -> None:
     known = {file for file in NAMED_FILE.findall(text) if (ROOT / "paceline" / file).exists()}
     assert known
     assert not known - linked
+
+
+def test_an_extension_touches_at_most_six_files() -> None:
+    """The table counts the files that it names: a name, "a file in", or "(3)" of a kernel."""
+    text = (DOCS / "howto" / "extend.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\(.*? \| (\d+) \| (.*) \|$", text, re.M)
+    assert len(rows) >= 9
+    for name, count, which in rows:
+        in_kernel = re.findall(r"\[kernel\]\(#a-kernel\).*\((\d)\)", which)
+        own = which.split("and a [kernel]")[0]
+        num_own = 0 if count == "0" else len(re.findall(r"`(?:[\w/<>]+\.\w+|\w+/(?:\w+/)?)`", own))
+        assert num_own + sum(map(int, in_kernel)) == int(count) <= MOST_FILES, name
 
 
 def test_metrics_in_the_docs_exist() -> None:

@@ -25,7 +25,7 @@ NUM_SLOTS = 8  # of both replicas
 NUM_CLIENTS = 2 * NUM_SLOTS
 MAX_WAITING = 24
 BURST = 20
-# A step counter that stands still for longer has missed what a soak must show.
+# The soak fails if no step completes for longer than this.
 MOST_STILL_S = 1.0
 # A soak of this length is judged by its memory. The limit is 50 bytes of each of about 2,000
 # requests a minute.
